@@ -1,0 +1,85 @@
+"""The interface of a sampling engine."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Never
+
+from torch import Tensor
+
+from qerl_pl.types import Completion, Sampling
+from registry._registry import Name, Registry
+from registry.quantization import QuantFormat
+
+Progress = Callable[[int, int, float], None]
+"""Called now and then while sampling with (finished completions, all completions, tokens per second)."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine must know of the policy, before the policy is built."""
+
+    folder: Path  # checkpoint of the base in the layout of ``quantization``, with tokenizer
+    quantization: QuantFormat
+    rank: int  # of the adapter
+    alpha: float
+    targets: tuple[str, ...]  # module names: q_proj, ...
+    dtype: str = "float32"  # of the arithmetic: float32 or bfloat16
+    device: str = "cpu"
+
+
+class Engine(ABC):
+    """Samples from base + adapter + noise. The constructor takes settings only; ``start`` does the heavy work, once."""
+
+    tokenizer: Any
+
+    @abstractmethod
+    def start(self, spec: EngineSpec) -> None:
+        """Load the base and make room for one adapter, which is zero at first. A second call does nothing."""
+
+    @abstractmethod
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        progress: Progress | None = None,
+    ) -> list[list[Completion]]:
+        """Sample ``sampling.n`` completions of each prompt; ``seeds`` has one number a prompt.
+
+        The same prompt, seed, weights and settings give the same tokens whatever else is in the call.
+        """
+
+    @abstractmethod
+    def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy LoRA matrices into the running engine.
+
+        ``tensors`` has PEFT's names, as in a saved adapter: ``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`` [rank, in],
+        ``...lora_B.weight`` [out, rank]. B is not yet multiplied by alpha / rank.
+        """
+
+    @abstractmethod
+    def adapter(self) -> dict[str, Tensor]:
+        """The LoRA matrices that the engine computes with, read back under the same names (B without alpha / rank)."""
+
+    @abstractmethod
+    def norms(self) -> dict[str, Tensor]:
+        """The live FP32 weights of all RMSNorms, by module name (``model.layers.0.input_layernorm``), to be written in place."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Forget everything computed with earlier weights (prefix cache). Call after the adapter or a norm changed."""
+
+    def close(self) -> None:
+        """Free what ``start`` took."""
+
+
+ENGINES: Registry[Engine] = Registry("engine", "qerl_pl.engines")
+
+if TYPE_CHECKING:
+    EngineName = Never
+else:
+
+    class EngineName(Name, registry=ENGINES):
+        """A registered engine."""

@@ -1,0 +1,58 @@
+"""The interface of a weight format."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Never
+
+import torch
+from torch import Tensor
+
+from registry._registry import Name, Registry
+
+
+class QuantFormat(ABC):
+    """How a frozen linear weight ``[out, in]`` is stored, and how it becomes numbers again.
+
+    The stored tensors have the names and layouts of the checkpoint (``weight_packed``, ``weight_scale``, ...), so that reading
+    and writing a checkpoint is no conversion.
+    """
+
+    group_size: ClassVar[int] = 1
+    """The input dimension of a weight must be a multiple of this."""
+    bits_per_weight: ClassVar[float]
+    """Stored bits for one weight, scales included."""
+
+    @property
+    @abstractmethod
+    def config(self) -> dict[str, Any] | None:
+        """``quantization_config`` of a checkpoint in this format; None if the checkpoint is not quantized."""
+
+    @abstractmethod
+    def layout(self, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each stored tensor of one weight, by name."""
+
+    @abstractmethod
+    def quantize(self, weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        """Round weights ``[out_i, in]`` to nearest. They belong together: an engine fuses them, so they share what must be shared."""
+
+    @abstractmethod
+    def dequantize(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The dense weight ``[out, in]``, computed in FP32 and rounded once to ``dtype``."""
+
+    def check(self, name: str, in_features: int) -> None:
+        """Raise ValueError if a weight with this input dimension cannot be stored."""
+        if in_features % self.group_size:
+            raise ValueError(
+                f"{name}: input dimension {in_features} is not a multiple of {self.group_size}, which {type(self).__name__} needs; "
+                "use quantization: bf16 or another model"
+            )
+
+
+FORMATS: Registry[QuantFormat] = Registry("quantization format", "qerl_pl.quantization")
+
+if TYPE_CHECKING:
+    FormatName = Never  # the CLI replaces a name by its class, so no code ever receives one
+else:
+
+    class FormatName(Name, registry=FORMATS):
+        """A registered quantization format."""

@@ -1,0 +1,29 @@
+"""BF16: the base as it is."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from registry.quantization.base import FORMATS, QuantFormat
+
+
+@FORMATS.register("bf16")
+class BF16(QuantFormat):
+    """Unquantized weights, the baseline of the paper."""
+
+    bits_per_weight: ClassVar[float] = 16.0
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        return None
+
+    def layout(self, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"weight": ((out_features, in_features), torch.bfloat16)}
+
+    def quantize(self, weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        return [{"weight": w.to(torch.bfloat16)} for w in weights]
+
+    def dequantize(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        return stored["weight"].to(dtype)
