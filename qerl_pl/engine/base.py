@@ -1,5 +1,7 @@
 """The interface of a sampling engine."""
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +75,22 @@ class Engine(ABC):
 
     def close(self) -> None:
         """Free what ``start`` took."""
+
+
+def stop_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends a completion: the tokenizer's, and all that the generation config lists."""
+    config = folder / "generation_config.json"
+    listed = json.loads(config.read_text()).get("eos_token_id") if config.is_file() else None
+    ids = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
+    if not ids:
+        raise ValueError(f"{folder}: neither tokenizer nor generation_config.json names an end token; completions would never end")
+    return frozenset(ids)
+
+
+def row_seed(*parts: int | str) -> int:
+    """A 63-bit seed from its parts: the same on every machine, unrelated for parts that differ."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 ENGINES: Registry[Engine] = Registry("engine", "qerl_pl.engines")

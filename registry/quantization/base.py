@@ -32,6 +32,10 @@ class QuantFormat(ABC):
         """Shape and dtype of each stored tensor of one weight, by name."""
 
     @abstractmethod
+    def shape(self, stored: Mapping[str, Tensor]) -> tuple[int, int]:
+        """(out, in) of the weight that ``stored`` holds."""
+
+    @abstractmethod
     def quantize(self, weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         """Round weights ``[out_i, in]`` to nearest. They belong together: an engine fuses them, so they share what must be shared."""
 

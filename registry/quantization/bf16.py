@@ -22,6 +22,10 @@ class BF16(QuantFormat):
     def layout(self, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"weight": ((out_features, in_features), torch.bfloat16)}
 
+    def shape(self, stored: Mapping[str, Tensor]) -> tuple[int, int]:
+        rows, columns = stored["weight"].shape
+        return rows, columns
+
     def quantize(self, weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         return [{"weight": w.to(torch.bfloat16)} for w in weights]
 

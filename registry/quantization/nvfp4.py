@@ -61,6 +61,10 @@ class NVFP4(QuantFormat):
             "weight_global_scale": ((1,), torch.float32),
         }
 
+    def shape(self, stored: Mapping[str, Tensor]) -> tuple[int, int]:
+        rows, half = stored["weight_packed"].shape
+        return rows, 2 * half
+
     def quantize(self, weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         largest = torch.stack([w.abs().max() for w in weights]).max().float()
         divisor = (E4M3_MAX * E2M1_MAX / largest.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(posinf=1.0).reshape(1)

@@ -1,0 +1,179 @@
+"""Hugging Face folders: find one, read its tensors, write it in a weight format."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from registry.quantization import BF16, QuantFormat
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""Linear layers that engines compute as one, and that therefore share a global scale."""
+
+_PROJECTION = re.compile(rf"\.layers\.\d+\..*\b({'|'.join(PROJECTIONS)})$")
+_SHARD_BYTES = 4 << 30
+
+
+def resolve(model: str) -> Path:
+    """The local folder of ``model``: ``tiny`` (the embedded one), a folder, or a name on the Hugging Face hub."""
+    if model == "tiny":
+        return Path(str(files("qerl_pl") / "assets" / "tiny"))
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"model: {model!r} is a folder without config.json; name a Hugging Face model folder")
+        return path
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise ValueError(f"model: there is no folder {model!r}, and it is no hub name (owner/name); 'tiny' is the embedded model")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+    except Exception as error:  # the hub raises many kinds; to a user they are one
+        raise ValueError(f"model: no folder {model!r} here, and the hub did not give it: {error}") from error
+
+
+class Weights(Mapping[str, Tensor]):
+    """The tensors of a safetensors checkpoint by name, each read from disk when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        elif single.is_file():
+            names = [single.name]
+        else:
+            raise ValueError(f"{folder}: neither model.safetensors nor model.safetensors.index.json; save the model as safetensors")
+        self._file = {}
+        for name in names:
+            handle = safe_open(folder / name, framework="pt")
+            self._file |= dict.fromkeys(handle.keys(), handle)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file)
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+
+def is_projection(module: str) -> bool:
+    """Whether a module of this name carries the packed weights and the adapter."""
+    return _PROJECTION.search(module) is not None
+
+
+def prepare(model: str, quantization: QuantFormat, cache: Path | None = None) -> Path:
+    """The folder of ``model`` in the layout of ``quantization``.
+
+    A folder that is there already is used as it is. A BF16 model is rounded to nearest once, into the cache
+    (``$QERL_PL_CACHE``, by default ``~/.cache/qerl_pl``); trainer and engine then read the same bytes.
+    """
+    folder = resolve(model)
+    config = json.loads((folder / "config.json").read_text())
+    found, wanted = config.get("quantization_config"), quantization.config
+    name = type(quantization).__name__.lower()
+    if found is not None:
+        if wanted is None or found.get("format") != wanted["format"]:
+            kind = found.get("format") or found.get("quant_method")
+            raise ValueError(f"model: {model!r} is stored as {kind!r}, which is not quantization: {name}; set the format it has")
+        activations = [g for g in found.get("config_groups", {}).values() if g.get("input_activations")]
+        if activations:
+            raise ValueError(f"model: {model!r} also quantizes activations; use a weight-only checkpoint (llm-compressor: NVFP4A16)")
+        return folder
+    if wanted is None:
+        return folder
+    source = sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in folder.iterdir() if f.suffix in (".json", ".safetensors"))
+    key = hashlib.sha256(json.dumps([str(folder.resolve()), source, wanted]).encode()).hexdigest()[:12]
+    cache = cache or Path(os.environ.get("QERL_PL_CACHE", Path.home() / ".cache" / "qerl_pl"))
+    target = cache / f"{folder.resolve().name}-{name}-{key}"
+    if not target.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        # Written beside the target and renamed: another process sees all of it or nothing.
+        unfinished = Path(tempfile.mkdtemp(dir=cache, prefix=f".{target.name}-"))
+        try:
+            write(folder, config, quantization, unfinished)
+            unfinished.rename(target)
+        except OSError:
+            if not target.is_dir():  # somebody else was first otherwise
+                raise
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def write(folder: Path, config: dict[str, Any], quantization: QuantFormat, target: Path) -> None:
+    """Quantize the model in ``folder`` by rounding to nearest and write it to ``target``, shard by shard."""
+    weights = Weights(folder)
+    shard: dict[str, Tensor] = {}
+    index: dict[str, str] = {}
+
+    def flush() -> None:
+        from safetensors.torch import save_file
+
+        name = f"model-{len(set(index.values())) + 1:05d}.safetensors"
+        save_file(shard, target / name, metadata={"format": "pt"})
+        index.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for tensors in _quantized(weights, quantization):
+        shard.update(tensors)
+        if sum(t.nbytes for t in shard.values()) > _SHARD_BYTES:
+            flush()
+    flush()
+    size = sum(f.stat().st_size for f in target.glob("*.safetensors"))
+    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=1))
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": quantization.config}, indent=1))
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix in (".json", ".jinja", ".model", ".txt") and not (target / file.name).exists():
+            shutil.copy(file, target)
+
+
+def _quantized(weights: Weights, quantization: QuantFormat) -> Iterator[dict[str, Tensor]]:
+    """The checkpoint's tensors with every projection in stored form; one fused group at a time."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    projections = {n.removesuffix(".weight") for n in weights if n.endswith(".weight") and is_projection(n.removesuffix(".weight"))}
+    if not projections:
+        raise ValueError(f"the checkpoint has none of the layers {', '.join(PROJECTIONS)}; its architecture is not supported")
+    for name in weights:
+        module = name.removesuffix(".weight")
+        if module not in projections:
+            yield {name: weights[name]}
+            continue
+        parent, _, leaf = module.rpartition(".")
+        group = next(g for g in FUSED if leaf in g)
+        if leaf != group[0]:
+            continue  # written with the first of its group
+        members = [f"{parent}.{leaf}" for leaf in group if f"{parent}.{leaf}" in projections]
+        dense = [weights[f"{m}.weight"].to(device) for m in members]
+        for member, weight in zip(members, dense, strict=True):
+            quantization.check(member, weight.shape[1])
+        for member, stored in zip(members, quantization.quantize(dense), strict=True):
+            yield {f"{member}.{key}": tensor.cpu().contiguous() for key, tensor in stored.items()}
+
+
+def stored_projection(weights: Weights, module: str, quantization: QuantFormat) -> tuple[QuantFormat, dict[str, Tensor]]:
+    """Format and stored tensors of one projection. A layer that the quantizer was told to ignore is found as BF16."""
+    if not isinstance(quantization, BF16) and f"{module}.weight" in weights:
+        return BF16(), {"weight": weights[f"{module}.weight"].to(torch.bfloat16)}
+    names = quantization.layout(1, quantization.group_size)
+    missing = [n for n in names if f"{module}.{n}" not in weights]
+    if missing:
+        raise ValueError(f"the checkpoint lacks {', '.join(f'{module}.{n}' for n in missing)}")
+    stored = {n: weights[f"{module}.{n}"] for n in names}
+    if isinstance(quantization, BF16):
+        stored = {"weight": stored["weight"].to(torch.bfloat16)}
+    return quantization, stored

@@ -1,0 +1,6 @@
+"""Sampling engines behind one interface."""
+
+from qerl_pl.engine.base import ENGINES, Engine, EngineName, EngineSpec, Progress
+from qerl_pl.engine.transformers import TransformersEngine
+
+__all__ = ["ENGINES", "Engine", "EngineName", "EngineSpec", "Progress", "TransformersEngine"]

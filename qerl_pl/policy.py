@@ -1,0 +1,119 @@
+"""The policy: a frozen packed base under LoRA matrices."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from qerl_pl.checkpoint import PROJECTIONS
+from qerl_pl.engine.base import EngineSpec
+from qerl_pl.logprobs import token_logprobs
+from qerl_pl.model import build_model, rms_norms
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class LoRA:
+    """LoRA settings (paper Eq. 2: y = xŴ + alpha/rank · xAB).
+
+    Args:
+        rank: columns of A.
+        alpha: scale of the product; the paper's scripts use alpha = rank.
+        targets: names of the linear layers that get an adapter.
+    """
+
+    rank: int = 32
+    alpha: float = 32.0
+    targets: tuple[str, ...] = PROJECTIONS
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.targets) - set(PROJECTIONS))
+        if unknown or not self.targets:
+            raise ValueError(f"lora.targets: {', '.join(unknown) or 'empty'}; choose from {', '.join(PROJECTIONS)}")
+        if self.rank < 1 or self.alpha <= 0:
+            raise ValueError(f"lora: rank {self.rank} must be at least 1 and alpha {self.alpha} above 0")
+
+
+class Policy(nn.Module):
+    """log π(token) of completions under base + adapter. Only the adapter is trainable; it is FP32."""
+
+    def __init__(self, spec: EngineSpec, gradient_checkpointing: bool = False, chunk: int = 1024) -> None:
+        super().__init__()
+        base = build_model(spec.folder, spec.quantization, DTYPES[spec.dtype], spec.device)
+        self.peft = attach_adapter(base, spec)
+        self.chunk = chunk
+        if gradient_checkpointing:
+            self.peft.enable_input_require_grads()
+            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def forward(
+        self, tokens: Tensor, lengths: Tensor, completion_mask: Tensor, temperature: float = 1.0, adapter: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """tokens [B, T], lengths [B], completion_mask [B, T] -> log-probabilities and entropy [B, T], 0 off the mask.
+
+        Entry (b, t) belongs to token (b, t), predicted from those before it. ``adapter=False`` gives those of the base.
+        """
+        mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(1)  # [B, T]
+        with nullcontext() if adapter else self._base_only():
+            model = self.peft.get_base_model()
+            hidden = model.model(input_ids=tokens, attention_mask=mask.long(), use_cache=False).last_hidden_state  # [B, T, H]
+        chosen = completion_mask[:, 1:]
+        hidden = hidden[:, :-1][chosen]  # [N, H]
+        head = model.lm_head
+        logprobs, entropy = token_logprobs(hidden, head.weight, tokens[:, 1:][chosen], temperature, head.bias, self.chunk)
+        out = torch.zeros(2, *tokens.shape, device=tokens.device)
+        full = out[:, :, 1:].masked_scatter(chosen.expand(2, *chosen.shape), torch.stack([logprobs, entropy]))
+        full = nn.functional.pad(full, (1, 0))
+        return full[0], full[1]
+
+    def _base_only(self) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = self.peft.disable_adapter()
+        return context
+
+    def adapter_parameters(self) -> dict[str, nn.Parameter]:
+        """The LoRA matrices under the names of a saved adapter; they are the live parameters."""
+        return adapter_parameters(self.peft)
+
+    def norms(self) -> dict[str, Tensor]:
+        """The live norm weights, by module name of the base."""
+        return {name: norm.weight for name, norm in rms_norms(self.peft.get_base_model()).items()}  # type: ignore[misc]
+
+    def save_adapter(self, folder: Path, base: str) -> None:
+        """Write a PEFT folder that PEFT and vLLM load unchanged."""
+        self.peft.peft_config["default"].base_model_name_or_path = base
+        self.peft.save_pretrained(str(folder))
+
+
+def attach_adapter(base: nn.Module, spec: EngineSpec) -> nn.Module:
+    """Put PEFT's LoRA on the target layers; B is zero, so the policy starts as the base."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=spec.rank, lora_alpha=spec.alpha, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM", target_modules=list(spec.targets)
+    )
+    peft = get_peft_model(base, config, autocast_adapter_dtype=True)
+    for parameter in adapter_parameters(peft).values():
+        parameter.data = parameter.data.float().to(spec.device)
+    return peft
+
+
+def adapter_parameters(peft: nn.Module) -> dict[str, nn.Parameter]:
+    """LoRA matrices of a PEFT model by saved name (without the adapter's own name)."""
+    return {n.replace(".default.weight", ".weight"): p for n, p in peft.named_parameters() if ".lora_" in n}
+
+
+def copy_adapter(target: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
+    """Copy matrices in place, every one of them; ValueError if names or shapes differ."""
+    if target.keys() != source.keys():
+        differ = sorted(target.keys() ^ source.keys())
+        raise ValueError(f"the adapter's matrices do not match the policy's: {differ[0]} (and {len(differ) - 1} more) on one side only")
+    for name, tensor in source.items():
+        if tensor.shape != target[name].shape:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)} where {tuple(target[name].shape)} is expected; is the rank the same?")
+    with torch.no_grad():
+        for name, tensor in source.items():
+            target[name].copy_(tensor)
