@@ -1,6 +1,5 @@
 """The interface of a sampling engine."""
 
-import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -85,12 +84,6 @@ def stop_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:
     if not ids:
         raise ValueError(f"{folder}: neither tokenizer nor generation_config.json names an end token; completions would never end")
     return frozenset(ids)
-
-
-def row_seed(*parts: int | str) -> int:
-    """A 63-bit seed from its parts: the same on every machine, unrelated for parts that differ."""
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 ENGINES: Registry[Engine] = Registry("engine", "qerl_pl.engines")

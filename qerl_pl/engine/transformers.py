@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qerl_pl.engine.base import ENGINES, Engine, EngineSpec, Progress, row_seed, stop_tokens
+from qerl_pl.engine.base import ENGINES, Engine, EngineSpec, Progress, stop_tokens
+from qerl_pl.seeds import derive_seed
 from qerl_pl.types import Completion, Sampling
 
 
@@ -109,7 +110,7 @@ class _Batch:
         self.stop = torch.tensor(sorted(stop), device=device)
         # One uniform number a token, drawn ahead from the row's own generator: what a row samples does not depend on its neighbours.
         draws = [
-            torch.rand(sampling.max_tokens, generator=torch.Generator().manual_seed(row_seed(seed, i)), dtype=torch.float64)
+            torch.rand(sampling.max_tokens, generator=torch.Generator().manual_seed(derive_seed(seed, i)), dtype=torch.float64)
             for seed in seeds
             for i in range(sampling.n)
         ]

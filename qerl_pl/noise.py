@@ -1,0 +1,61 @@
+"""Gaussian noise on RMSNorm weights (paper Eq. 9-12), written in place and taken back exactly."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qerl_pl.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What one application did."""
+
+    modules: int  # norms that changed
+    sigma: float  # requested standard deviation
+    realised: float  # standard deviation of (weight − clean weight) over all of them
+
+
+class NormNoise:
+    """Noise on the live norm weights of one model.
+
+    ``norms`` maps module names to FP32 weights [H]; those whose last name part is in ``which`` get noise. Equal seed, step and
+    module name give equal noise, in the engine and the trainer, on every rank and after a restart.
+    """
+
+    def __init__(self, norms: Mapping[str, Tensor], which: Sequence[str], seed: int) -> None:
+        self.live = {name: weight for name, weight in norms.items() if name.rpartition(".")[2] in which}
+        if not self.live:
+            raise ValueError(f"noise touches no module: none of {len(norms)} norms is named {', '.join(which)}; found: {_kinds(norms)}")
+        wrong = [name for name, weight in self.live.items() if weight.dtype != torch.float32]
+        if wrong:
+            raise ValueError(f"{wrong[0]}: its weight is {self.live[wrong[0]].dtype}, which rounds small noise away; it must be FP32")
+        self.clean = {name: weight.detach().clone() for name, weight in self.live.items()}
+        self.seed = seed
+
+    @torch.no_grad()
+    def apply(self, sigma: float, step: int) -> Applied:
+        """Set every weight to clean + σ·z, z from N(0, 1); what was there before does not matter."""
+        if sigma == 0:
+            self.restore()
+            return Applied(0, 0.0, 0.0)
+        square, count = 0.0, 0
+        for name, weight in self.live.items():
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, step, name))
+            z = torch.randn(weight.shape, generator=generator)  # drawn on the CPU: the same on every device
+            weight.copy_(self.clean[name] + sigma * z.to(weight.device))
+            difference = weight - self.clean[name]
+            square, count = square + float(difference.square().sum()), count + weight.numel()
+        return Applied(len(self.live), sigma, (square / count) ** 0.5)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the clean weights back, bit for bit."""
+        for name, weight in self.live.items():
+            weight.copy_(self.clean[name])
+
+
+def _kinds(norms: Mapping[str, Tensor]) -> str:
+    return ", ".join(sorted({name.rpartition(".")[2] for name in norms})) or "no norms at all"
