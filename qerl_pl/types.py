@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from qerl_pl.advantages import zero_std_fraction
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -51,6 +53,7 @@ class RolloutBatch:
     prompts: list[Prompt]  # one a row
     completions: list[Completion]
     step: int = 0  # index of this rollout in the run
+    temperature: float = 1.0  # that it was sampled with
     seconds: dict[str, float] = field(default_factory=dict)  # phase -> wall time
 
     def to(self, device: Any) -> "RolloutBatch":
@@ -61,6 +64,40 @@ class RolloutBatch:
                 moved[name] = value.to(device)
         moved["reward_parts"] = {k: v.to(device) for k, v in self.reward_parts.items()}
         return RolloutBatch(**moved)
+
+    def rows(self, index: Tensor) -> "RolloutBatch":
+        """Some of the completions, padded no further than the longest of them."""
+        width = int(self.lengths[index].max())
+        positions = index.tolist()
+        return RolloutBatch(
+            tokens=self.tokens[index, :width],
+            lengths=self.lengths[index],
+            completion_mask=self.completion_mask[index, :width],
+            sampler_logprobs=self.sampler_logprobs[index, :width],
+            rewards=self.rewards[index],
+            reward_parts={k: v[index] for k, v in self.reward_parts.items()},
+            advantages=self.advantages[index],
+            groups=self.groups[index],
+            finished=self.finished[index],
+            prompts=[self.prompts[i] for i in positions],
+            completions=[self.completions[i] for i in positions],
+            step=self.step,
+            temperature=self.temperature,
+        )
+
+    def summary(self) -> dict[str, float]:
+        """What a reader wants to know of the batch as a whole."""
+        lengths = self.completion_mask.sum(-1).float()
+        known = self.rewards[~self.rewards.isnan()]
+        parts = {f"rewards/{k}/mean": float(v.nanmean()) for k, v in self.reward_parts.items()}
+        return parts | {
+            "reward": float(known.mean()) if len(known) else float("nan"),
+            "reward_std": float(known.std()) if len(known) > 1 else 0.0,
+            "frac_reward_zero_std": zero_std_fraction(self.rewards, self.groups),
+            "completions/mean_length": float(lengths.mean()),
+            "completions/max_length": float(lengths.max()),
+            "completions/clipped_ratio": 1 - float(self.finished.float().mean()),
+        }
 
     def __len__(self) -> int:
         return len(self.lengths)

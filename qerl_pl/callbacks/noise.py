@@ -1,0 +1,80 @@
+"""Adaptive quantization noise (paper §3.3)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+
+from qerl_pl.losses import k3
+from qerl_pl.noise import Applied, NormNoise
+from qerl_pl.types import RolloutBatch
+from registry.noise import NoiseSchedule
+
+
+class AdaptiveQuantizationNoise(Callback):
+    """Puts noise on the sampler's norm weights for each rollout batch, and takes it back for every evaluation.
+
+    With ``in_trainer`` the trainer's log-probabilities of a batch are computed under the noise it was sampled with. ``noise/kl`` is
+    the KL divergence per token that the noise causes: computed by the trainer on up to ``probe`` completions of the batch.
+    """
+
+    def __init__(self, schedule: NoiseSchedule, norms: Sequence[str], in_trainer: bool, seed: int, probe: int = 8) -> None:
+        self.schedule, self.norms, self.in_trainer, self.seed, self.probe = schedule, norms, in_trainer, seed, probe
+        self.applied = Applied(0, 0.0, 0.0)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.sampler = NormNoise(trainer.datamodule.engine.norms(), self.norms, self.seed)  # type: ignore[attr-defined]
+        self.trainer = NormNoise(pl_module.policy.norms(), self.norms, self.seed)  # type: ignore[union-attr]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._apply(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: RolloutBatch, batch_idx: int) -> None:
+        metrics = {
+            "noise/sigma": self.applied.sigma, "noise/realised_sigma": self.applied.realised, "noise/modules": self.applied.modules,
+            "noise/kl": self._kl(pl_module, batch),
+        }  # fmt: skip
+        pl_module.log_dict({k: float(v) for k, v in metrics.items()}, batch_size=len(batch))
+        if self.in_trainer:
+            self.trainer.apply(self.applied.sigma, batch.step)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int
+    ) -> None:
+        self.trainer.restore()
+        self._apply(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.fitting:
+            self._restore(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.fitting and not trainer.sanity_checking:
+            self._apply(trainer, pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and hasattr(self, "sampler"):
+            self._restore(trainer)
+
+    def _apply(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Noise of the rollout batch that comes next."""
+        step = trainer.datamodule.done  # type: ignore[attr-defined]
+        self.applied = self.sampler.apply(self.schedule.sigma(step, pl_module.total_rollouts), step)  # type: ignore[arg-type, operator]
+        trainer.datamodule.engine.refresh()  # type: ignore[attr-defined]
+
+    def _restore(self, trainer: Trainer) -> None:
+        self.sampler.restore()
+        trainer.datamodule.engine.refresh()  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _kl(self, pl_module: LightningModule, batch: RolloutBatch) -> float:
+        if self.applied.sigma == 0:
+            return 0.0
+        part = batch.rows(torch.arange(min(self.probe, len(batch)), device=batch.tokens.device))
+        arguments = (part.tokens, part.lengths, part.completion_mask, part.temperature)
+        clean, _ = pl_module.policy(*arguments)  # type: ignore[operator, misc]
+        self.trainer.apply(self.applied.sigma, batch.step)
+        noisy, _ = pl_module.policy(*arguments)  # type: ignore[operator, misc]
+        self.trainer.restore()
+        return float(k3(clean, noisy, part.completion_mask)[part.completion_mask].mean())

@@ -1,0 +1,52 @@
+"""A progress bar that says which phase a step is in."""
+
+import sys
+import time
+from typing import Any
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+
+SHOWN = ("reward", "tokens_per_second/rollout")
+
+
+class PhaseProgressBar(TQDMProgressBar):
+    """Shows the phase (rollout, reward, update), tokens/s while sampling, and the reward. Where the output is no terminal: a line a step."""
+
+    def __init__(self, refresh_rate: int = 1, leave: bool = True) -> None:
+        super().__init__(refresh_rate=refresh_rate, leave=leave)
+        self._told = 0.0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        trainer.datamodule.sampler.report = self.report  # type: ignore[attr-defined]
+
+    def report(self, phase: str, text: str) -> None:
+        """Called by whatever the run is busy with."""
+        if phase == "note":
+            self.print(text)
+        elif sys.stderr.isatty():
+            bar = self._current_bar()
+            if bar is not None:
+                bar.set_description_str(f"{phase} {text}")
+        elif time.monotonic() - self._told > 30:  # a sign of life in a log file
+            self._told = time.monotonic()
+            print(f"{phase} {text}", file=sys.stderr, flush=True)
+
+    def _current_bar(self) -> Any:
+        if self.trainer.state.fn is None or self.trainer.sanity_checking:
+            return None
+        if self.trainer.training:
+            return getattr(self, "_train_progress_bar", None)
+        return getattr(self, "_val_progress_bar", None) or getattr(self, "_test_progress_bar", None)
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        logged = trainer.callback_metrics
+        names = {"reward": "reward", "tokens_per_second/rollout": "tok/s", "validation/pass@1": "pass@1"}
+        return {short: f"{float(logged[name]):.4g}" for name, short in names.items() if name in logged}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if not sys.stderr.isatty():
+            values = "  ".join(f"{k} {v}" for k, v in self.get_metrics(trainer, pl_module).items())
+            print(f"rollout {batch.step + 1}/{pl_module.total_rollouts}  {values}", file=sys.stderr, flush=True)

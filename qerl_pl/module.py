@@ -1,0 +1,299 @@
+"""The LightningModule: one training step of quantization-enhanced reinforcement learning (arXiv 2510.11696)."""
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor
+
+from qerl_pl.batching import micro_batches, minibatches
+from qerl_pl.callbacks import AdapterSync, AdaptiveQuantizationNoise
+from qerl_pl.checkpoint import prepare
+from qerl_pl.engine.base import EngineSpec
+from qerl_pl.losses import Loss, clipped_surrogate, importance_weights, k3, token_weights
+from qerl_pl.metrics import Averages, PassRate
+from qerl_pl.policy import DTYPES, LoRA, Policy, copy_adapter
+from qerl_pl.seeds import derive_seed
+from qerl_pl.types import RolloutBatch
+from registry.noise import Exponential, NoiseSchedule, ScheduleName
+from registry.quantization import NVFP4, FormatName, QuantFormat
+
+
+class QeRLModule(LightningModule):
+    """A 4-bit base under LoRA, trained on scored completions.
+
+    Args:
+        model: folder or hub name of a causal language model with a chat template; ``tiny`` is the embedded one.
+        quantization: weight format of the frozen base. A BF16 model is rounded to it once, on loading.
+        lora: the adapter.
+        loss: the objective.
+        noise: schedule of the noise on the sampler's norm weights.
+        noise_norms: which norms carry it, by the last part of their names.
+        noise_in_trainer: compute the trainer's log-probabilities under the same noise.
+        optimizer: made over the adapter alone.
+        lr_schedule: of the learning rate over all optimizer steps: constant, linear or cosine, after the warm-up.
+        warmup: share of the optimizer steps in which the rate rises from 0.
+        max_grad_norm: gradients are scaled down to this norm.
+        tokens_per_micro_batch: completions × longest one that go through the model at once.
+        gradient_checkpointing: compute activations again in backward; less memory, a third more time.
+        dtype: of the trainer's and engine's arithmetic: float32, bfloat16, or auto (bfloat16 on a GPU).
+        seed: of noise and minibatch order.
+    """
+
+    def __init__(
+        self,
+        model: str = "tiny",
+        quantization: QuantFormat | FormatName = NVFP4(),
+        lora: LoRA = LoRA(),
+        loss: Loss = Loss(),
+        noise: NoiseSchedule | ScheduleName = Exponential(),
+        noise_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
+        noise_in_trainer: bool = False,
+        optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=1e-5, betas=(0.9, 0.99), weight_decay=0.1),
+        lr_schedule: str = "cosine",
+        warmup: float = 0.1,
+        max_grad_norm: float = 0.2,
+        tokens_per_micro_batch: int = 16384,
+        gradient_checkpointing: bool = False,
+        dtype: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if dtype not in ("auto", *DTYPES):
+            raise ValueError(f"dtype: {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+        if lr_schedule not in ("constant", "linear", "cosine"):
+            raise ValueError(f"lr_schedule: {lr_schedule!r} is not one of constant, linear, cosine")
+        self.model, self.quantization, self.lora, self.loss = model, quantization, lora, loss
+        self.noise, self.noise_norms, self.noise_in_trainer = noise, noise_norms, noise_in_trainer
+        self.make_optimizer, self.lr_schedule, self.warmup, self.max_grad_norm = optimizer, lr_schedule, warmup, max_grad_norm
+        self.tokens_per_micro_batch, self.gradient_checkpointing = tokens_per_micro_batch, gradient_checkpointing
+        self.dtype_name, self.seed = dtype, seed
+        self.automatic_optimization = False  # Lightning would divide each micro-batch's loss by their number
+        self.strict_loading = False  # checkpoints hold the adapter, never the base
+        self.averages = Averages()
+        self.pass_rate = PassRate()
+        self.policy: Policy | None = None
+
+    # ------------------------------------------------------------------ set-up
+
+    def configure_callbacks(self) -> list[Callback]:
+        """The adapter goes to the sampler first, then the noise."""
+        return [
+            AdapterSync(),
+            AdaptiveQuantizationNoise(self.noise, self.noise_norms, self.noise_in_trainer, self.seed),
+        ]
+
+    def setup(self, stage: str) -> None:
+        if self.trainer.precision not in ("32-true", "bf16-mixed"):
+            raise ValueError(
+                f"trainer.precision: {self.trainer.precision} would cast the adapter and its optimizer state; "
+                "use 32-true, and model.dtype: bfloat16 for the arithmetic of the base"
+            )
+
+    def configure_model(self) -> None:
+        """Start the engine and build the policy, once, from the same stored bytes."""
+        if self.policy is not None:
+            return
+        on_gpu = self.trainer.strategy.root_device.type == "cuda"
+        dtype = self.dtype_name if self.dtype_name != "auto" else "bfloat16" if on_gpu else "float32"
+        folder = prepare(self.model, self.quantization)
+        spec = EngineSpec(
+            folder, self.quantization, self.lora.rank, self.lora.alpha, tuple(self.lora.targets), dtype, "cuda" if on_gpu else "cpu"
+        )
+        self.trainer.datamodule.engine.start(spec)  # type: ignore[attr-defined]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(self.seed, "adapter"))
+            self.policy = Policy(spec, self.gradient_checkpointing)
+
+    def configure_optimizers(self) -> Any:
+        from transformers import get_scheduler
+
+        assert self.policy is not None
+        optimizer = self.make_optimizer(list(self.policy.adapter_parameters().values()))
+        updates = self.total_rollouts * self.updates_per_rollout
+        name = "constant_with_warmup" if self.lr_schedule == "constant" else self.lr_schedule
+        scheduler = get_scheduler(name, optimizer, num_warmup_steps=math.ceil(self.warmup * updates), num_training_steps=updates)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps for each rollout batch."""
+        return self.loss.num_iterations * self.loss.num_minibatches
+
+    @property
+    def total_rollouts(self) -> int:
+        """Rollout batches in the whole run, from ``max_steps`` (optimizer steps) or ``max_epochs``, whichever ends it first."""
+        limits = []
+        if self.trainer.max_steps > 0:
+            limits.append(math.ceil(self.trainer.max_steps / self.updates_per_rollout))
+        if self.trainer.max_epochs is not None and self.trainer.max_epochs > 0:
+            self.trainer.fit_loop.setup_data()
+            limits.append(int(self.trainer.max_epochs * self.trainer.num_training_batches))
+        if not limits:
+            raise ValueError("trainer: give max_steps or max_epochs; schedules of rate and noise need the length of the run")
+        return min(limits)
+
+    # ---------------------------------------------------------------- one step
+
+    def training_step(self, batch: RolloutBatch, batch_idx: int) -> None:
+        """rollouts, rewards and advantages are in the batch; here: old log-probabilities, μ passes of clipped updates."""
+        started = time.perf_counter()
+        mask = self._loss_mask(batch)
+        old = None
+        if self.updates_per_rollout > 1:  # at the first and only update π_old is π
+            old = self._logprobs_without_grad(batch)
+        reference = self._logprobs_without_grad(batch, adapter=False) if self.loss.beta else None
+        for iteration in range(self.loss.num_iterations):
+            seed = derive_seed(self.seed, "minibatches", batch.step, iteration)
+            for rows in minibatches(len(batch), self.loss.num_minibatches, seed):
+                self._update(batch, rows, mask, old, reference)
+        self._log_step(batch, time.perf_counter() - started)
+
+    def _update(self, batch: RolloutBatch, rows: Tensor, mask: Tensor, old: Tensor | None, reference: Tensor | None) -> None:
+        """One optimizer step on the given completions."""
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        assert self.policy is not None
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        counted = mask[rows]
+        counts = self._mean_over_ranks(torch.stack([counted.any(-1).sum(), counted.sum()]).float())
+        max_length = self._sampling.max_tokens
+        total = torch.zeros((), device=self.device)
+        for micro in self._micro_batches(batch, rows):
+            part = batch.rows(micro)
+            logprobs, entropy = self.policy(part.tokens, part.lengths, part.completion_mask, part.temperature)
+            before = logprobs.detach() if old is None else old[micro, : logprobs.shape[1]]
+            keep = mask[micro, : logprobs.shape[1]]
+            weights = token_weights(keep, self.loss.loss_type, float(counts[0]), float(counts[1]), max_length)
+            correction = importance_weights(before, part.sampler_logprobs, keep, self.loss.importance_cap)
+            base = None if reference is None else reference[micro, : logprobs.shape[1]]
+            loss, metrics = clipped_surrogate(
+                logprobs, before, part.advantages, keep, weights, correction, self.loss.clip, self.loss.beta, base
+            )
+            self.manual_backward(loss)
+            total += loss.detach()
+            self._record(part, before, entropy, metrics, keep)
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.adapter_parameters().values(), self.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise RuntimeError(f"gradient norm is {norm.item()} at rollout {batch.step}; lower the learning rate or check the rewards")
+        optimizer.step()  # type: ignore[union-attr]
+        scheduler.step()  # type: ignore[union-attr]
+        self.averages.add("loss", total)
+        self.averages.add("grad_norm", norm)
+
+    def _loss_mask(self, batch: RolloutBatch) -> Tensor:  # [B, T]
+        if self.loss.mask_truncated_completions:
+            return batch.completion_mask & batch.finished.unsqueeze(-1)
+        return batch.completion_mask
+
+    def _micro_batches(self, batch: RolloutBatch, rows: Tensor | None = None) -> Iterator[Tensor]:
+        rows = torch.arange(len(batch)) if rows is None else rows
+        done = 0
+        for micro in micro_batches(batch.lengths.cpu(), rows, self.tokens_per_micro_batch):
+            self.trainer.datamodule.sampler.report("update", f"{done}/{len(rows)} completions")  # type: ignore[attr-defined]
+            yield micro.to(self.device)
+            done += len(micro)
+
+    @torch.no_grad()
+    def _logprobs_without_grad(self, batch: RolloutBatch, adapter: bool = True) -> Tensor:  # [B, T]
+        assert self.policy is not None
+        out = torch.zeros_like(batch.sampler_logprobs)
+        for micro in self._micro_batches(batch):
+            part = batch.rows(micro)
+            logprobs, _ = self.policy(part.tokens, part.lengths, part.completion_mask, part.temperature, adapter)
+            out[micro, : logprobs.shape[1]] = logprobs
+        return out
+
+    def _mean_over_ranks(self, counts: Tensor) -> Tensor:
+        if self.trainer.world_size == 1:
+            return counts
+        # DDP averages gradients over ranks; a mean count here makes that the gradient of the global normalisation.
+        return self.trainer.strategy.reduce(counts.to(self.device), reduce_op="mean")  # type: ignore[return-value]
+
+    @property
+    def _sampling(self) -> Any:
+        return self.trainer.datamodule.sampling  # type: ignore[attr-defined]
+
+    # ----------------------------------------------------------------- watching
+
+    def _record(self, part: RolloutBatch, before: Tensor, entropy: Tensor, metrics: dict[str, Tensor], keep: Tensor) -> None:
+        """Token means of one micro-batch."""
+        count = keep.sum()
+        if count == 0:
+            return
+        difference = (before - part.sampler_logprobs)[keep]
+        metrics |= {
+            "entropy": entropy[keep].mean(),
+            "sampling/logp_difference/mean": difference.abs().mean(),
+            "sampling/kl": k3(before, part.sampler_logprobs, keep)[keep].mean(),
+            "sampling/importance_ratio": difference.exp().mean(),
+        }
+        if self.loss.importance_cap is not None:
+            metrics["sampling/capped_fraction"] = (difference.exp() > self.loss.importance_cap).float().mean()
+        for name, value in metrics.items():
+            self.averages.add(name, value, count)
+        self.peak_difference = max(getattr(self, "peak_difference", 0.0), float(difference.abs().max()))
+
+    def _log_step(self, batch: RolloutBatch, seconds: float) -> None:
+        metrics = self.averages.compute() | batch.summary()
+        metrics["sampling/logp_difference/max"] = self.peak_difference
+        self.peak_difference = 0.0
+        tokens = int(batch.completion_mask.sum())
+        metrics |= {f"step_time/{phase}": value for phase, value in batch.seconds.items()}
+        metrics |= {
+            "step_time/update": seconds,
+            "tokens_per_second/rollout": tokens / batch.seconds["rollout"],
+            "tokens_per_second/update": int(batch.lengths.sum()) * self.loss.num_iterations / seconds,
+            "learning_rate": self.lr_schedulers().get_last_lr()[0],  # type: ignore[union-attr]
+        }
+        if self.device.type == "cuda":
+            metrics["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        self.log_dict({k: torch.as_tensor(v, dtype=torch.float32) for k, v in metrics.items()}, batch_size=len(batch))
+
+    # --------------------------------------------------------------- evaluation
+
+    def validation_step(self, batch: RolloutBatch, batch_idx: int) -> None:
+        self._evaluate(batch, "validation")
+
+    def test_step(self, batch: RolloutBatch, batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def _evaluate(self, batch: RolloutBatch, split: str) -> None:
+        name = self.trainer.datamodule.correctness  # type: ignore[attr-defined]
+        problems = int(batch.groups.max()) + 1
+        self.pass_rate.update((batch.reward_parts[name] >= 1).view(problems, -1))
+        self.log(f"{split}/reward", batch.rewards.nanmean(), batch_size=len(batch))
+        self.log(f"{split}/mean_length", batch.completion_mask.sum(-1).float().mean(), batch_size=len(batch))
+        self.log(f"{split}/clipped_ratio", 1 - batch.finished.float().mean(), batch_size=len(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_pass_rate("validation")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_pass_rate("test")
+
+    def _log_pass_rate(self, split: str) -> None:
+        rate, half_width = self.pass_rate.compute()
+        self.pass_rate.reset()
+        self.log(f"{split}/pass@1", rate, prog_bar=True)
+        self.log(f"{split}/pass@1_half_width", half_width)
+
+    # -------------------------------------------------------------- checkpoints
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The adapter, under the names of a saved PEFT folder; nothing of the base."""
+        return {} if self.policy is None else {n: p.detach() for n, p in self.policy.adapter_parameters().items()}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        assert self.policy is not None
+        copy_adapter(self.policy.adapter_parameters(), state_dict)
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapter as a PEFT folder."""
+        assert self.policy is not None
+        self.policy.save_adapter(folder, self.model)
