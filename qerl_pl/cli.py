@@ -1,0 +1,70 @@
+"""``qerl-pl``: LightningCLI over the module, the data module and the registered components."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+HELP = """\
+usage: qerl-pl COMMAND [--config FILE] [options]
+
+Teach a 4-bit language model to reason by reinforcement learning (QeRL, arXiv 2510.11696).
+
+commands:
+  fit         train; for example: qerl-pl fit --config configs/tiny.yaml
+  validate    pass@1 on the validation prompts
+  test        pass@1 on the test prompts
+  demo        train the embedded model on the CPU, in minutes, and show what it learned
+
+Every setting can be given in YAML or on the command line:
+  qerl-pl fit --print_config                     all settings with their defaults, ready to be saved and run
+  qerl-pl fit --help                             the same with their meaning
+  qerl-pl fit --model.noise.help cosine          settings of one component
+  qerl-pl fit --config FILE --ckpt_path last     go on where an interrupted run stopped
+
+Set QERL_PL_DEBUG=1 to see tracebacks behind one-line errors."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point. Help is printed before anything heavy is imported."""
+    args = list(sys.argv[1:] if args is None else args)
+    if not args or args[0] in ("-h", "--help"):
+        print(HELP)
+    elif args[0] == "--version":
+        from qerl_pl import __version__
+
+        print(f"qerl-pl {__version__}")
+    elif args[0] == "demo":
+        _run(lambda: _demo(args[1:]))
+    else:
+        _run(lambda: _lightning(args))
+
+
+def _demo(args: Sequence[str]) -> None:
+    from qerl_pl.demo import demo
+
+    demo(args)
+
+
+def _lightning(args: Sequence[str]) -> None:
+    from qerl_pl.lightning_cli import QeRLCLI
+
+    QeRLCLI(args=list(args))
+
+
+def _run(command: "object") -> None:
+    """Errors that a user can act on become one line; the rest keep their traceback."""
+    try:
+        command()  # type: ignore[operator]
+    except (ValueError, ImportError, FileNotFoundError, RuntimeError) as error:
+        if os.environ.get("QERL_PL_DEBUG") or type(error) is RuntimeError and "qerl" not in _origin(error):
+            raise
+        print(f"qerl-pl: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _origin(error: BaseException) -> str:
+    """The file that raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_code.co_filename if trace is not None else ""

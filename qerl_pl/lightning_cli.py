@@ -1,0 +1,70 @@
+"""The LightningCLI behind ``qerl-pl fit|validate|test``."""
+
+import difflib
+import re
+from typing import Any, NoReturn
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from qerl_pl.callbacks import AdapterFolder, CompletionsTable, OneScreen, PhaseProgressBar
+from qerl_pl.datamodule import RolloutDataModule
+from qerl_pl.engine import ENGINES
+from qerl_pl.module import QeRLModule
+from registry.noise import SCHEDULES
+from registry.prompts import PROMPTS
+from registry.quantization import FORMATS
+from registry.rewards import ANSWER_FORMATS, REWARDS
+
+REGISTRIES = (FORMATS, SCHEDULES, REWARDS, ANSWER_FORMATS, PROMPTS, ENGINES)
+
+
+class Parser(LightningArgumentParser):
+    """Adds to an error what was probably meant."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        unknown = re.search(r"[Kk]ey '([\w.]+)' is not expected|Unrecognized arguments: --([\w.]+)|--([\w.]+)", message)
+        key = next((g for g in unknown.groups() if g), None) if unknown else None
+        if key is not None:
+            known = [action.dest for action in self._actions]
+            close = difflib.get_close_matches(key, known, n=1) or [k for k in known if k.endswith(f".{key.rpartition('.')[2]}")][:1]
+            if close and key not in known:
+                message = f"{message}\nDid you mean {close[0]!r}?"
+        super().error(message, ex)
+
+
+class QeRLCLI(LightningCLI):
+    """``model``, ``data`` and ``trainer`` from YAML and the command line. Third parties' components are loaded first."""
+
+    def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
+        for registry in REGISTRIES:
+            registry.load_plugins()
+        super().__init__(
+            QeRLModule,
+            RolloutDataModule,
+            args=args,
+            run=run,
+            seed_everything_default=0,
+            save_config_kwargs={"overwrite": True},
+            auto_configure_optimizers=False,
+            parser_kwargs={"description": "Quantization-enhanced reinforcement learning on PyTorch Lightning."},
+            trainer_defaults={
+                "callbacks": [PhaseProgressBar(), OneScreen(), AdapterFolder()],
+                "logger": {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": {"save_dir": "runs", "name": "qerl"}},
+                "max_epochs": 1,
+                "log_every_n_steps": 1,
+                "num_sanity_val_steps": 0,
+            },
+        )
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        kwargs.setdefault("dump_header", [f"qerl-pl, lightning.pytorch {TensorBoardLogger.__module__.split('.')[0]}"])
+        return Parser(**kwargs)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(CompletionsTable, "completions")
+        parser.set_defaults({"checkpoint.save_last": True, "checkpoint.every_n_train_steps": 50, "checkpoint.filename": "step-{step}"})
+        parser.link_arguments("seed_everything", "model.seed")
+        parser.link_arguments("seed_everything", "data.seed")
