@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 
 HELP = """\
 usage: qerl-pl COMMAND [--config FILE] [options]
@@ -24,9 +25,20 @@ Every setting can be given in YAML or on the command line:
 Set QERL_PL_DEBUG=1 to see tracebacks behind one-line errors."""
 
 
+QUIET = (
+    r".*Found \d+ module\(s\) in eval mode",  # the frozen base
+    r".*isinstance\(treespec, LeafSpec\)",  # Lightning 2.6 with torch 2.13
+    r".*does not have many workers",
+    r".*Checkpoint directory .* exists and is not empty",
+)
+"""Warnings of libraries that a user can do nothing about."""
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point. Help is printed before anything heavy is imported."""
-    args = list(sys.argv[1:] if args is None else args)
+    if args is not None:
+        sys.argv = [sys.argv[0], *args]  # LightningCLI distrusts arguments from anywhere else
+    args = sys.argv[1:]
     if not args or args[0] in ("-h", "--help"):
         print(HELP)
     elif args[0] == "--version":
@@ -36,7 +48,7 @@ def main(args: Sequence[str] | None = None) -> None:
     elif args[0] == "demo":
         _run(lambda: _demo(args[1:]))
     else:
-        _run(lambda: _lightning(args))
+        _run(_lightning)
 
 
 def _demo(args: Sequence[str]) -> None:
@@ -45,16 +57,18 @@ def _demo(args: Sequence[str]) -> None:
     demo(args)
 
 
-def _lightning(args: Sequence[str]) -> None:
+def _lightning() -> None:
     from qerl_pl.lightning_cli import QeRLCLI
 
-    QeRLCLI(args=list(args))
+    QeRLCLI()
 
 
-def _run(command: "object") -> None:
+def _run(command: Callable[[], None]) -> None:
     """Errors that a user can act on become one line; the rest keep their traceback."""
+    for message in QUIET:
+        warnings.filterwarnings("ignore", message)
     try:
-        command()  # type: ignore[operator]
+        command()
     except (ValueError, ImportError, FileNotFoundError, RuntimeError) as error:
         if os.environ.get("QERL_PL_DEBUG") or type(error) is RuntimeError and "qerl" not in _origin(error):
             raise

@@ -6,8 +6,8 @@ from lightning import LightningDataModule
 
 from qerl_pl.engine import Engine, EngineName, TransformersEngine
 from qerl_pl.prompts import Prompts
-from qerl_pl.rewards import check_answer_format
-from qerl_pl.rollouts import EvaluationRollouts, Sampler, TrainingRollouts
+from qerl_pl.rewards import check_answer_format, named
+from qerl_pl.rollouts import EvaluationRollouts, Collector, TrainingRollouts
 from qerl_pl.types import Sampling
 from registry.prompts import Arithmetic, PromptSource, PromptsName
 from registry.rewards import GSM8K, AnswerFormat, AnswerFormatName, Format, Reward, RewardName, ThinkAnswer
@@ -70,7 +70,7 @@ class RolloutDataModule(LightningDataModule):
             raise ValueError("rewards: the list is empty; name at least one, for example [gsm8k]")
         self.sources = {"train": train, "validation": validation, "test": test}
         self.engine = engine
-        self.sampler = Sampler(engine, rewards, answer_format, scale_rewards)
+        self.collector = Collector(engine, rewards, answer_format, scale_rewards)
         self.batch, self.eval_batch, self.seed = prompts_per_batch, eval_batch, seed
         self.max_prompt_length = max_prompt_length
         self.sampling = Sampling(num_generations, max_completion_length, temperature, top_p)
@@ -81,7 +81,7 @@ class RolloutDataModule(LightningDataModule):
     @property
     def correctness(self) -> str:
         """The reward that decides whether an answer is right (pass@1): the first one that checks correctness."""
-        for name, reward in named(self.sampler.rewards).items():
+        for name, reward in named(self.collector.rewards).items():
             if reward.correctness:
                 return name
         raise ValueError("rewards: none of them checks correctness, so there is no pass@1 to report; add one such as gsm8k")
@@ -96,10 +96,10 @@ class RolloutDataModule(LightningDataModule):
         source = self.sources[split]
         if source is None:
             raise ValueError(f"data.{split}: no prompts are configured; name a source, for example {{class_path: file, init_args: ...}}")
-        prompts = Prompts(source, self.sampler.answer_format, self.engine.tokenizer, self.max_prompt_length)
+        prompts = Prompts(source, self.collector.answer_format, self.engine.tokenizer, self.max_prompt_length)
         if prompts.dropped:
-            self.sampler.report("note", f"{split}: {prompts.dropped} of {len(prompts) + prompts.dropped} prompts dropped as too long")
-        check_answer_format(self.sampler.answer_format, self.sampler.rewards, prompts[0])
+            self.collector.report("note", f"{split}: {prompts.dropped} of {len(prompts) + prompts.dropped} prompts dropped as too long")
+        check_answer_format(self.collector.answer_format, self.collector.rewards, prompts[0])
         return prompts
 
     def train_dataloader(self) -> TrainingRollouts:
@@ -107,7 +107,7 @@ class RolloutDataModule(LightningDataModule):
         if self.batch % world:
             raise ValueError(f"prompts_per_batch: {self.batch} is not divisible by the {world} ranks")
         if self._train is None:
-            self._train = TrainingRollouts(self.sampler, self.prompts("train"), self.batch, self.sampling, self.seed, rank, world)
+            self._train = TrainingRollouts(self.collector, self.prompts("train"), self.batch, self.sampling, self.seed, rank, world)
             self._train.step = self._done
         return self._train
 
@@ -118,7 +118,7 @@ class RolloutDataModule(LightningDataModule):
         return self._evaluation("test")
 
     def _evaluation(self, split: str) -> EvaluationRollouts:
-        return EvaluationRollouts(self.sampler, self.prompts(split), self.eval_batch, self.eval_sampling, self.seed, *self._ranks())
+        return EvaluationRollouts(self.collector, self.prompts(split), self.eval_batch, self.eval_sampling, self.seed, *self._ranks())
 
     def _ranks(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)

@@ -2,11 +2,12 @@
 
 import difflib
 import re
+import sys
 from typing import Any, NoReturn
 
+from jsonargparse import ActionConfigFile
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from qerl_pl.callbacks import AdapterFolder, CompletionsTable, OneScreen, PhaseProgressBar
 from qerl_pl.datamodule import RolloutDataModule
@@ -31,7 +32,8 @@ class Parser(LightningArgumentParser):
             close = difflib.get_close_matches(key, known, n=1) or [k for k in known if k.endswith(f".{key.rpartition('.')[2]}")][:1]
             if close and key not in known:
                 message = f"{message}\nDid you mean {close[0]!r}?"
-        super().error(message, ex)
+        print(f"qerl-pl: error: {message}", file=sys.stderr)
+        sys.exit(2)
 
 
 class QeRLCLI(LightningCLI):
@@ -55,12 +57,14 @@ class QeRLCLI(LightningCLI):
                 "max_epochs": 1,
                 "log_every_n_steps": 1,
                 "num_sanity_val_steps": 0,
+                "enable_model_summary": False,
             },
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        kwargs.setdefault("dump_header", [f"qerl-pl, lightning.pytorch {TensorBoardLogger.__module__.split('.')[0]}"])
-        return Parser(**kwargs)
+        parser = Parser(**kwargs)
+        parser.add_argument("-c", "--config", action=ActionConfigFile, help="YAML file with settings; may be given several times.")
+        return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")

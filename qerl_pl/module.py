@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qerl_pl.batching import micro_batches, minibatches
 from qerl_pl.callbacks import AdapterSync, AdaptiveQuantizationNoise
-from qerl_pl.checkpoint import prepare
+from qerl_pl.checkpoint import prepare, resolve
 from qerl_pl.engine.base import EngineSpec
 from qerl_pl.losses import Loss, clipped_surrogate, importance_weights, k3, token_weights
 from qerl_pl.metrics import Averages, PassRate
@@ -195,7 +195,7 @@ class QeRLModule(LightningModule):
         rows = torch.arange(len(batch)) if rows is None else rows
         done = 0
         for micro in micro_batches(batch.lengths.cpu(), rows, self.tokens_per_micro_batch):
-            self.trainer.datamodule.sampler.report("update", f"{done}/{len(rows)} completions")  # type: ignore[attr-defined]
+            self.trainer.datamodule.collector.report("update", f"{done}/{len(rows)} completions")  # type: ignore[attr-defined]
             yield micro.to(self.device)
             done += len(micro)
 
@@ -296,4 +296,4 @@ class QeRLModule(LightningModule):
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter as a PEFT folder."""
         assert self.policy is not None
-        self.policy.save_adapter(folder, self.model)
+        self.policy.save_adapter(folder, str(resolve(self.model)) if self.model == "tiny" else self.model)

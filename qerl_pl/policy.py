@@ -83,9 +83,10 @@ class Policy(nn.Module):
         return {name: norm.weight for name, norm in rms_norms(self.peft.get_base_model()).items()}  # type: ignore[misc]
 
     def save_adapter(self, folder: Path, base: str) -> None:
-        """Write a PEFT folder that PEFT and vLLM load unchanged."""
+        """Write a PEFT folder that PEFT and vLLM load unchanged; ``base`` is the model it names."""
         self.peft.peft_config["default"].base_model_name_or_path = base
-        self.peft.save_pretrained(str(folder))
+        # The embeddings are never trained; False also keeps PEFT from asking the hub about them.
+        self.peft.save_pretrained(str(folder), save_embedding_layers=False)
 
 
 def attach_adapter(base: nn.Module, spec: EngineSpec) -> nn.Module:

@@ -20,7 +20,7 @@ Report = Callable[[str, str], None]
 
 
 @dataclass
-class Sampler:
+class Collector:
     """Samples and scores completions of given prompts."""
 
     engine: Engine
@@ -77,10 +77,10 @@ class TrainingRollouts:
     It is sized, so that Lightning does not fetch a batch ahead of the update before it. ``step`` counts the batches of the whole run.
     """
 
-    def __init__(self, sampler: Sampler, prompts: Prompts, batch: int, sampling: Sampling, seed: int, rank: int = 0, world: int = 1) -> None:
+    def __init__(self, collector: Collector, prompts: Prompts, batch: int, sampling: Sampling, seed: int, rank: int = 0, world: int = 1) -> None:
         if len(prompts) < batch:
             raise ValueError(f"prompts_per_batch: {batch} is more than the {len(prompts)} training prompts; lower it")
-        self.sampler, self.prompts, self.batch, self.sampling, self.seed = sampler, prompts, batch, sampling, seed
+        self.collector, self.prompts, self.batch, self.sampling, self.seed = collector, prompts, batch, sampling, seed
         self.rank, self.world = rank, world
         self.step = 0
 
@@ -91,7 +91,7 @@ class TrainingRollouts:
         while True:
             indices = batch_indices(self.step, len(self.prompts), self.batch, self.seed)[self.rank :: self.world]
             seeds = [derive_seed(self.seed, "train", self.step, i) for i in indices]
-            rollout = self.sampler.rollout([self.prompts[i] for i in indices], self.sampling, seeds, self.step)
+            rollout = self.collector.rollout([self.prompts[i] for i in indices], self.sampling, seeds, self.step)
             self.step += 1
             yield rollout
             if self.step % len(self) == 0:
@@ -101,8 +101,8 @@ class TrainingRollouts:
 class EvaluationRollouts:
     """Every prompt once, ``sampling.n`` completions each, in order; the same seeds at every evaluation."""
 
-    def __init__(self, sampler: Sampler, prompts: Prompts, batch: int, sampling: Sampling, seed: int, rank: int = 0, world: int = 1) -> None:
-        self.sampler, self.prompts, self.batch, self.sampling, self.seed = sampler, prompts, batch, sampling, seed
+    def __init__(self, collector: Collector, prompts: Prompts, batch: int, sampling: Sampling, seed: int, rank: int = 0, world: int = 1) -> None:
+        self.collector, self.prompts, self.batch, self.sampling, self.seed = collector, prompts, batch, sampling, seed
         self.indices = range(rank, len(prompts), world)
 
     def __len__(self) -> int:
@@ -112,4 +112,4 @@ class EvaluationRollouts:
         for start in range(0, len(self.indices), self.batch):
             indices = self.indices[start : start + self.batch]
             seeds = [derive_seed(self.seed, "evaluate", i) for i in indices]
-            yield self.sampler.rollout([self.prompts[i] for i in indices], self.sampling, seeds)
+            yield self.collector.rollout([self.prompts[i] for i in indices], self.sampling, seeds)

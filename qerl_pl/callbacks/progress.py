@@ -7,9 +7,6 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-SHOWN = ("reward", "tokens_per_second/rollout")
-
-
 class PhaseProgressBar(TQDMProgressBar):
     """Shows the phase (rollout, reward, update), tokens/s while sampling, and the reward. Where the output is no terminal: a line a step."""
 
@@ -19,12 +16,14 @@ class PhaseProgressBar(TQDMProgressBar):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        trainer.datamodule.sampler.report = self.report  # type: ignore[attr-defined]
+        trainer.datamodule.collector.report = self.report  # type: ignore[attr-defined]
+        if not sys.stderr.isatty():
+            self.disable()
 
     def report(self, phase: str, text: str) -> None:
         """Called by whatever the run is busy with."""
         if phase == "note":
-            self.print(text)
+            print(text, file=sys.stderr, flush=True)
         elif sys.stderr.isatty():
             bar = self._current_bar()
             if bar is not None:
