@@ -1,0 +1,78 @@
+"""Completions -> rewards."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from qerl_pl.types import Completion, Prompt
+from registry.rewards import AnswerFormat, Reward, checked_scores, gold_answer
+
+COMPUTED = ("prompts", "completions", "extracted", "well_formed", "completion_ids", "finished")
+"""What rewards receive besides the columns of the data, which must not have these names."""
+
+
+def reward_keys(rewards: Sequence[Reward]) -> list[str]:
+    """The names of the rewards; those after the first of the same name are numbered: ``format``, ``format_2``."""
+    keys: list[str] = []
+    for reward in rewards:
+        key, n = reward.name, 1
+        while key in keys:
+            n += 1
+            key = f"{reward.name}_{n}"
+        keys.append(key)
+    return keys
+
+
+def _columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
+    """The columns of all rows; None where a row lacks one."""
+    names = list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
+    taken = [name for name in names if name in (*COMPUTED, "self")]
+    if taken:
+        raise ValueError(f"the data has columns named {taken}, which rewards receive from the trainer; rename them in the data")
+    return {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+
+
+def score(
+    rewards: Sequence[Reward], answer_format: AnswerFormat, prompts: Sequence[Prompt], completions: Sequence[Completion]
+) -> tuple[dict[str, list[float | None]], list[float]]:
+    """What each reward gives each completion (None: it abstains), and the weighted sums; NaN where every reward abstains.
+
+    ``prompts[i]`` is the prompt of ``completions[i]``. Each completion is parsed once, here.
+    """
+    if len(prompts) != len(completions):
+        raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions; give the prompt of each completion")
+    texts = [completion.text for completion in completions]
+    columns: dict[str, list[Any]] = {
+        **_columns(prompts),
+        "extracted": [answer_format.extract(text) for text in texts],
+        "well_formed": [answer_format.well_formed(text) for text in texts],
+        "completion_ids": [completion.token_ids for completion in completions],
+        "finished": [completion.finished for completion in completions],
+    }
+    parts = {
+        key: checked_scores(f"reward {key}", reward([prompt.text for prompt in prompts], texts, **columns), len(texts))
+        for key, reward in zip(reward_keys(rewards), rewards, strict=True)
+    }
+    totals = []
+    for scores in zip(*parts.values(), strict=True):
+        given = [reward.weight * value for reward, value in zip(rewards, scores, strict=True) if value is not None]
+        totals.append(sum(given) if given else math.nan)
+    return parts, totals
+
+
+def check_answer_format(answer_format: AnswerFormat, rewards: Sequence[Reward], prompt: Prompt) -> None:
+    """Raise ValueError if a perfect completion, as the answer format renders it, does not earn the full reward.
+
+    It would mean that the prompt asks for something that the rewards do not read, so that a whole run could earn 0.
+    """
+    gold = gold_answer(prompt.columns.get("answer", "42"))
+    text = answer_format.render("The reasoning.", gold)
+    parts, _ = score(rewards, answer_format, [prompt], [Completion([], [], text, True)])
+    for reward, (key, (value,)) in zip(rewards, parts.items(), strict=True):
+        if reward.maximum is not None and value != reward.maximum:
+            got = "abstains on" if value is None else f"gives {value} instead of {reward.maximum} to"
+            raise ValueError(
+                f"prompt and rewards disagree: {key} {got} the perfect completion {text!r}, from which {type(answer_format).__name__} "
+                f"reads {answer_format.extract(text)!r}; the gold answer is {prompt.columns.get('answer')!r}. "
+                "Choose an answer format and rewards that fit the data"
+            )
