@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def imports(path: str, source: str) -> Iterator[Import]:
     package = path.split("/")[:-1]
 
     def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
-        children = ast.iter_child_nodes(node)
+        children: Iterable[ast.AST] = ast.iter_child_nodes(node)
         match node:
             case ast.Import():
                 yield from (Import(alias.name, node.lineno, lazy) for alias in node.names)
@@ -41,12 +41,15 @@ def imports(path: str, source: str) -> Iterator[Import]:
                 above = package[: len(package) - node.level + 1] if node.level else []
                 base = ".".join([*above, *([node.module] if node.module else [])])
                 yield from (Import(f"{base}.{alias.name}", node.lineno, lazy) for alias in node.names)
-            case ast.Call(func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(name)), *_]):
+            case ast.Call(
+                func=ast.Attribute(attr="import_module") | ast.Name(id="import_module"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
                 yield Import(name, node.lineno, lazy)
-            case ast.If() if "TYPE_CHECKING" in ast.unparse(node.test):
-                for child in node.body:
-                    yield from walk(child, lazy=True)
-                children = iter(node.orelse)
+            case ast.If() if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+                for statement in node.body:
+                    yield from walk(statement, lazy=True)
+                children = node.orelse
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
                 lazy = True
         for child in children:
@@ -101,6 +104,7 @@ def test_every_file_keeps_the_rules() -> None:
         ("registry/rewards/x.py", "def f():\n    from qerl_pl.types import Prompt"),
         ("registry/rewards/x.py", "import importlib\nimportlib.import_module('lightning.pytorch')"),
         ("registry/rewards/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers"),
+        ("registry/rewards/x.py", "from typing import TYPE_CHECKING\nif not TYPE_CHECKING:\n    import numpy"),
         ("registry/prompts/x.py", "import datasets"),
         ("registry/prompts/x.py", "class A:\n    import datasets"),
         ("registry/prompts/x.py", "import jsonargparse"),
