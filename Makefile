@@ -6,7 +6,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := .venv/bin
 # The locks are complete, and two packages in them disagree on a third (requirements/README.md): no dependency resolution.
-INSTALL := $(BIN)/pip install --quiet --no-deps --no-compile --disable-pip-version-check
+INSTALL := $(BIN)/pip install -qq --no-deps --no-compile --disable-pip-version-check
 COMPILE := $(BIN)/uv pip compile --quiet --no-annotate --no-header --only-binary :all: --python-platform x86_64-manylinux_2_31
 
 .PHONY: demo test lint lock clean
