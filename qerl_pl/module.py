@@ -161,6 +161,7 @@ class QeRLModule(LightningModule):
             seed = derive_seed(self.seed, "minibatches", batch.step, iteration)
             for rows in minibatches(len(batch), self.loss.num_minibatches, seed):
                 self._update(batch, rows, mask, old, reference)
+        self.trainer.datamodule.completed(batch.step)  # type: ignore[attr-defined]
         self._log_step(batch, time.perf_counter() - started)
 
     def _update(self, batch: RolloutBatch, rows: Tensor, mask: Tensor, old: Tensor | None, reference: Tensor | None) -> None:
