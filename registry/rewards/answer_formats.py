@@ -79,7 +79,7 @@ class ThinkAnswer(AnswerFormat):
 
     _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
     _TAG = re.compile(r"</?(?:think|answer)>")
-    _WHOLE = re.compile(r"\s*<think>.*\S.*</think>\s*<answer>.*\S.*</answer>\s*", re.DOTALL)
+    _WHOLE = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
 
     def __init__(self, system_prompt: str = THINK_ANSWER) -> None:
         super().__init__(system_prompt)
@@ -96,7 +96,10 @@ class ThinkAnswer(AnswerFormat):
         return answer or None
 
     def well_formed(self, completion: str) -> bool:
-        return len(self._TAG.findall(completion)) == 4 and self._WHOLE.fullmatch(completion) is not None
+        if len(self._TAG.findall(completion)) != 4:  # first, so that the pattern has one place to match each tag
+            return False
+        whole = self._WHOLE.fullmatch(completion)
+        return whole is not None and all(part.strip() for part in whole.groups())
 
     def render(self, reasoning: str, answer: str) -> str:
         return f"<think>{reasoning}</think><answer>{answer}</answer>"
