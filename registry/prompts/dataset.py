@@ -72,7 +72,7 @@ class Table(PromptSource):
             if ours not in mapping:
                 mapping[ours] = next((c for c in candidates if _get(first, c) is not None), "")
         for ours, theirs in mapping.items():
-            if _get(first, theirs) is None:
+            if theirs not in first and _get(first, theirs) is None:
                 what = f"no column {theirs!r}" if theirs else f"no {ours} column"
                 raise ValueError(
                     f"{self.origin} has {what}, only {', '.join(first)}; set columns: {{{ours}: <one of them>}}"
