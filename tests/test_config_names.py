@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
 from registry.noise import Constant, Exponential, Linear, NoiseSchedule, NoNoise, ScheduleName
 from registry.prompts.base import PromptsName, PromptSource
@@ -61,13 +61,18 @@ def parser() -> ArgumentParser:
     return parser
 
 
+def instantiate(config: Namespace) -> Namespace:
+    new = hasattr(ArgumentParser, "instantiate")  # since 4.49, which deprecated the other
+    return parser().instantiate(config) if new else parser().instantiate_classes(config)
+
+
 def toy(*args: str) -> Toy:
     """The toy that the arguments describe, having checked that the printed config describes the same."""
     config = parser().parse_args(list(args))
     printed = parser().dump(config)
     again = parser().parse_string(printed)
     assert parser().dump(again) == printed
-    made, remade = (parser().instantiate(c).toy for c in (config, again))
+    made, remade = (instantiate(c).toy for c in (config, again))
     assert describe(made) == describe(remade)
     return made
 
