@@ -6,7 +6,7 @@ from lightning import LightningDataModule
 
 from qerl_pl.engine import Engine, EngineName, TransformersEngine
 from qerl_pl.prompts import Prompts
-from qerl_pl.rewards import check_answer_format, named
+from qerl_pl.rewards import check_answer_format, reward_keys
 from qerl_pl.rollouts import EvaluationRollouts, Collector, TrainingRollouts
 from qerl_pl.types import Sampling
 from registry.prompts import Arithmetic, PromptSource, PromptsName
@@ -43,7 +43,7 @@ class RolloutDataModule(LightningDataModule):
         validation: PromptSource | PromptsName | None = Arithmetic("validation", size=256),
         test: PromptSource | PromptsName | None = Arithmetic("test", size=512),
         engine: Engine | EngineName = TransformersEngine(),
-        rewards: list[Reward | RewardName] = [GSM8K(), Format(weight=0.1)],  # noqa: B006 never changed
+        rewards: list[RewardName | Reward] = [GSM8K(), Format(weight=0.1)],  # noqa: B006 never changed
         answer_format: AnswerFormat | AnswerFormatName = ThinkAnswer(),
         prompts_per_batch: int = 32,
         num_generations: int = 8,
@@ -81,7 +81,8 @@ class RolloutDataModule(LightningDataModule):
     @property
     def correctness(self) -> str:
         """The reward that decides whether an answer is right (pass@1): the first one that checks correctness."""
-        for name, reward in named(self.collector.rewards).items():
+        rewards = self.collector.rewards
+        for name, reward in zip(reward_keys(rewards), rewards, strict=True):
             if reward.correctness:
                 return name
         raise ValueError("rewards: none of them checks correctness, so there is no pass@1 to report; add one such as gsm8k")

@@ -103,10 +103,18 @@ class QeRLModule(LightningModule):
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         dtype = self.dtype_name if self.dtype_name != "auto" else "bfloat16" if on_gpu else "float32"
         folder = prepare(self.model, self.quantization)
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
         spec = EngineSpec(
-            folder, self.quantization, self.lora.rank, self.lora.alpha, tuple(self.lora.targets), dtype, "cuda" if on_gpu else "cpu"
+            folder,
+            self.quantization,
+            self.lora.rank,
+            self.lora.alpha,
+            tuple(self.lora.targets),
+            dtype,
+            device="cuda" if on_gpu else "cpu",
+            max_length=data.max_prompt_length + data.sampling.max_tokens,
         )
-        self.trainer.datamodule.engine.start(spec)  # type: ignore[attr-defined]
+        data.engine.start(spec)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(self.seed, "adapter"))
             self.policy = Policy(spec, self.gradient_checkpointing)

@@ -2,5 +2,6 @@
 
 from qerl_pl.engine.base import ENGINES, Engine, EngineName, EngineSpec, Progress
 from qerl_pl.engine.transformers import TransformersEngine
+from qerl_pl.engine.vllm import VLLMEngine
 
-__all__ = ["ENGINES", "Engine", "EngineName", "EngineSpec", "Progress", "TransformersEngine"]
+__all__ = ["ENGINES", "Engine", "EngineName", "EngineSpec", "Progress", "TransformersEngine", "VLLMEngine"]

@@ -28,6 +28,7 @@ class EngineSpec:
     targets: tuple[str, ...]  # module names: q_proj, ...
     dtype: str = "float32"  # of the arithmetic: float32 or bfloat16
     device: str = "cpu"
+    max_length: int = 4096  # longest prompt + completion that will be asked for
 
 
 class Engine(ABC):

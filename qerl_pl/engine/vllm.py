@@ -25,7 +25,7 @@ class VLLMEngine(Engine):
     norm weights and prefix cache are the only state that changes after ``start``.
 
     Args:
-        max_model_len: Longest prompt + completion, in tokens.
+        max_model_len: Longest prompt + completion, in tokens; by default what the data module asks for, and the model allows.
         max_num_seqs: Completions sampled at the same time.
         memory_fraction: Share of the GPU's memory for weights and KV cache, unless ``kv_cache_gb`` is given.
         kv_cache_gb: Size of the KV cache in GiB. On the CPU 1 if not given.
@@ -35,7 +35,7 @@ class VLLMEngine(Engine):
 
     def __init__(
         self,
-        max_model_len: int = 4096,
+        max_model_len: int | None = None,
         max_num_seqs: int = 256,
         memory_fraction: float = 0.5,
         kv_cache_gb: float | None = None,
@@ -58,6 +58,7 @@ class VLLMEngine(Engine):
         _check(spec)
         vllm_compat.prepare()
         self._spec = spec
+        self._limit = self.max_model_len or _max_length(spec)
         self._cuda = torch.device(spec.device).type == "cuda"
         dtype = getattr(torch, spec.dtype)
         with (
@@ -80,7 +81,7 @@ class VLLMEngine(Engine):
         settings: dict[str, Any] = {
             "model": str(spec.folder),
             "dtype": spec.dtype,
-            "max_model_len": self.max_model_len,
+            "max_model_len": self._limit,
             "max_num_seqs": self.max_num_seqs,
             "gpu_memory_utilization": self.memory_fraction,
             "enforce_eager": eager,
@@ -147,10 +148,10 @@ class VLLMEngine(Engine):
         if len(prompts) != len(seeds):
             raise ValueError(f"{len(prompts)} prompts need as many seeds, got {len(seeds)}")
         for i, prompt in enumerate(prompts):
-            if not 0 < len(prompt) <= self.max_model_len - sampling.max_tokens:
+            if not 0 < len(prompt) <= self._limit - sampling.max_tokens:
                 raise ValueError(
-                    f"prompt {i} has {len(prompt)} tokens; 1 to {self.max_model_len - sampling.max_tokens} are possible with "
-                    f"max_tokens={sampling.max_tokens} and max_model_len={self.max_model_len}: raise max_model_len of the engine, "
+                    f"prompt {i} has {len(prompt)} tokens; 1 to {self._limit - sampling.max_tokens} are possible with "
+                    f"max_tokens={sampling.max_tokens} and max_model_len={self._limit}: raise max_model_len of the engine, "
                     "or drop long prompts"
                 )
         vllm_compat.check_adapter(self._llm)
@@ -258,6 +259,11 @@ def _check(spec: EngineSpec) -> None:
             f"{spec.folder} holds {stored.get('format') or 'unquantized weights'}, but quantization is "
             f"{type(spec.quantization).__name__} ({wanted.get('format') or 'unquantized weights'})"
         )
+
+
+def _max_length(spec: EngineSpec) -> int:
+    config = json.loads((spec.folder / "config.json").read_text())
+    return min(spec.max_length, config.get("max_position_embeddings", spec.max_length))
 
 
 def _peft_names(module: str) -> tuple[str, str]:

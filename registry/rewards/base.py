@@ -15,6 +15,9 @@ class Reward(ABC):
     maximum: ClassVar[float | None] = None
     """What a perfect completion earns, if that is known: the check at the start of a run expects it."""
 
+    correctness: ClassVar[bool] = False
+    """Whether 1 means a right answer and anything less a wrong one: the first such reward of a run decides pass@1."""
+
     def __init__(self, weight: float = 1.0) -> None:
         if not math.isfinite(weight):
             raise ValueError(f"weight of reward {self.name} must be finite, got {weight}; 0 only logs the reward")

@@ -23,6 +23,7 @@ class GSM8K(Reward):
     """
 
     maximum: ClassVar[float | None] = 1.0
+    correctness: ClassVar[bool] = True
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
         if "answer" not in columns:
