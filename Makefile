@@ -1,6 +1,6 @@
 # Each target first makes .venv from a lock file: `make test LOCK=cpu PYTHON=python3.12`.
 PYTHON ?= python3
-LOCK ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
+LOCK ?= $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 # Where torch's CPU build is, unless pip finds it already; PyPI has only the CUDA build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
