@@ -22,7 +22,8 @@ from registry.rewards.numbers import MAX_CHARS, parse_number
         ("1/2", "1/2"), ("-1/2", "-1/2"), ("6/4", "3/2"), ("1 1/2", "3/2"), ("½", "1/2"), ("1½", "3/2"),
         ("-3½ cups", "-7/2"),
         (r"\frac{1}{2}", "1/2"), (r"\dfrac12", "1/2"), (r"-\frac{1}{2}", "-1/2"),
-        ("1e3", 1000), ("1.0e10", 10**10), ("25e-2", "1/4"), ("2 million", 2000000), ("$1.5 million", 1500000),
+        ("1e3", 1000), ("1E3", 1000),
+        ("2 Million", 2000000), ("1.0e10", 10**10), ("25e-2", "1/4"), ("2 million", 2000000), ("$1.5 million", 1500000),
         ("１８", 18), ("٤٢", 42), ("٣٫٥", "7/2"), ("5．", 5),
         ("5 apples", 5), ("5 more apples", 5), ("5 km/h", 5), ("a 5-foot board", 5),
         ("20 m²", 20), ("20 m^2", 20), ("90°", 90),
@@ -40,7 +41,7 @@ def test_numbers_read(text: str, number: int | str) -> None:
         "", " ", "-", "none", "five", "John", "NaN", "inf", "Ⅷ",
         "1 or 2", "1, 2", "1 and 2", "(1, 2)", "5 = 5", "10-15", "10–15", "2:30", "5 or six",
         "not 5", "5 and a half", "±5",
-        "less than 5", "5+", ">5", "~~5 or so", "5 hundred two", "either 5",
+        "less than 5", "Not 5", "5+", ">5", "~~5 or so", "5 hundred two", "either 5",
         "2+2", "2*3", "2 x 3", "2×3", "10 - 6", "5x", "5 x", "x5", "2^3", "5²",
         "sqrt(25)", r"\sqrt{25}", "√25", "f(5)", "5π", "5k", "5 squared",
         "5-", "--5", "1.2.3", "1,23", "1,2345", "12,34,5", "1_000", "0x10", "1.000,50", "1/2/3", "5/0", "3 1/0",
@@ -59,7 +60,7 @@ def test_numbers_are_exact() -> None:
 
 
 def test_numbers_take_bounded_time() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     for text in (
         "1e999999999",
         "9e99999999999999999999",
@@ -73,4 +74,4 @@ def test_numbers_take_bounded_time() -> None:
         assert parse_number(text) is None
     for text in ("(" * 99 + "5", "a" * 98 + " 5", "5" + "-a" * 49):
         parse_number(text)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from registry._registry import Registry
-from registry.noise import SCHEDULES, Linear
+from registry.noise import SCHEDULES, Constant, Linear
 
 
 class Base:
@@ -41,7 +41,7 @@ def test_lookup(shapes: Registry[Base]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("cirle", " Did you mean 'circle'?"), ("Square", " Did you mean 'square'?"), ("zzz", "")],
+    [("cirle", " Did you mean 'circle'?"), ("CIRCLE", " Did you mean 'circle'?"), ("zzz", "")],
 )
 def test_unknown_name(shapes: Registry[Base], name: str, hint: str) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011  compared below
@@ -149,8 +149,19 @@ def test_plugin_of_a_taken_name(site: Path, shapes: Registry[Base], caplog: pyte
     assert record.getMessage().endswith(".Circle; register rival_shapes.Round under another name")
 
 
+def test_read_puts_the_class_first() -> None:
+    """Configs are printed in this order."""
+    for value in ("linear", {"init_args": {"sigma_end": 0.1}, "class_path": "linear"}):
+        assert list(vars(SCHEDULES.read(value))) == ["class_path", "init_args"]
+
+
 def test_write_spells_out_an_instance() -> None:
     assert SCHEDULES.write(Linear(sigma_end=0.002, num_stages=4)) == {
         "class_path": "registry.noise.schedules.Linear",
         "init_args": {"sigma_start": 0.01, "sigma_end": 0.002, "num_stages": 4},
     }
+
+
+def test_write_refuses_what_it_cannot_spell_out() -> None:
+    with pytest.raises(ValueError, match="Constant hides an init argument behind a method"):
+        SCHEDULES.write(Constant(0.3))

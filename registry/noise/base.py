@@ -8,7 +8,7 @@ from registry._registry import Name, Registry
 
 
 class NoiseSchedule(ABC):
-    """The noise level σ over a run: K + 1 equal stages, a clean one and then K levels (paper §3.4, Algorithm of AQN).
+    """The noise level σ over a run: K + 1 equal stages, a clean one and then K levels (paper Eq. 8).
 
     Stage 0 has σ = 0, so that only the static quantization noise acts; stages 1..K have ``level(1)`` .. ``level(K)``.
     The paper itself cuts the run into K stages and so never reaches ``sigma_end``; here the last stage does, in runs of

@@ -75,7 +75,7 @@ def last_box(text: str) -> tuple[int, int, str] | None:
 
 @ANSWER_FORMATS.register("think_answer")
 class ThinkAnswer(AnswerFormat):
-    """Reasoning in ``<think>``, answer in ``<answer>`` (QeRL §4.1). The last answer counts."""
+    """Reasoning in ``<think>``, answer in ``<answer>`` (the prompt of QeRL). The last answer counts."""
 
     _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
     _TAG = re.compile(r"</?(?:think|answer)>")
