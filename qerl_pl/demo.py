@@ -2,37 +2,56 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from qerl_pl.callbacks.adapter import run_folder
 from qerl_pl.lightning_cli import QeRLCLI
 
+CONFIG = Path(__file__).parent / "configs" / "tiny.yaml"
 
-def demo(args: Sequence[str] = ()) -> tuple[float, float]:
-    """Train with ``configs/tiny.yaml`` (``args`` override it) and return held-out pass@1 before and after.
 
-    The test problems are met nowhere else: neither by training nor by a choice of settings.
-    """
-    config = Path(__file__).parent / "configs" / "tiny.yaml"
-    cli = QeRLCLI(args=["--config", str(config), *args], run=False)
+@dataclass(frozen=True)
+class Learned:
+    """Pass@1 on the test prompts before and after training, each with the half width of its 95 % interval."""
+
+    before: tuple[float, float]
+    after: tuple[float, float]
+    seconds: float  # of fit
+    problems: int
+    folder: Path  # of the run: curves, adapter, completions
+
+
+def learn(args: Sequence[str]) -> Learned:
+    """Test, fit, test with the settings in ``args`` (as on the command line, without a command)."""
+    cli = QeRLCLI(args=list(args), run=False)
     trainer, module, data = cli.trainer, cli.model, cli.datamodule
-    print("qerl-pl demo: a 1.1 M parameter model in NVFP4 learns arithmetic word problems by RL; LoRA, adaptive quantization noise.")
-    before, before_width = _pass_rate(trainer.test(module, data, verbose=False))
-    print(f"before: pass@1 {before:.1%} ± {before_width:.1%} on {len(data.sources['test'])} held-out problems at T = 1")
+
+    def test() -> tuple[float, float]:
+        (results,) = trainer.test(module, data, verbose=False)
+        return results["test/pass@1"], results["test/pass@1_half_width"]
+
+    before = test()
+    print(f"before: pass@1 {before[0]:.1%} ± {before[1]:.1%} on {len(data.sources['test'])} held-out problems", flush=True)
     started = time.perf_counter()
     trainer.fit(module, data)
     seconds = time.perf_counter() - started
     if trainer.interrupted:
-        raise SystemExit(130)
-    after, width = _pass_rate(trainer.test(module, data, verbose=False))
-    print(f"after:  pass@1 {after:.1%} ± {width:.1%}")
-    folder = run_folder(trainer)
+        raise KeyboardInterrupt
+    after = test()
+    print(f"after:  pass@1 {after[0]:.1%} ± {after[1]:.1%}", flush=True)
+    return Learned(before, after, seconds, len(data.sources["test"]), run_folder(trainer))
+
+
+def demo(args: Sequence[str] = ()) -> None:
+    """Train the embedded model with ``configs/tiny.yaml``, which ``args`` override.
+
+    Its test problems are met nowhere else: neither in training nor in a choice of settings.
+    """
+    print("qerl-pl demo: a model of 1.1 M parameters in NVFP4 learns arithmetic word problems by RL (LoRA, AQN), on the CPU.")
+    learned = learn(["--config", str(CONFIG), *args])
+    folder, (after, width) = learned.folder, learned.after
     print(f"curves:  tensorboard --logdir {folder}")
     print(f"adapter: {folder / 'adapter'} (a PEFT folder)")
-    print(f"samples: {folder / 'completions.jsonl'}, {folder / 'completions-test.jsonl'}")
-    print(f"demo: pass@1 {before:.3f} -> {after:.3f} (95% {after - width:.3f}-{after + width:.3f}), {seconds:.0f} s")
-    return before, after
-
-
-def _pass_rate(results: list[dict[str, float]]) -> tuple[float, float]:
-    return float(results[0]["test/pass@1"]), float(results[0]["test/pass@1_half_width"])
+    print(f"samples: {folder / 'completions.jsonl'} (training), {folder / 'completions-test.jsonl'} (held-out, before and after)")
+    print(f"demo: pass@1 {learned.before[0]:.3f} -> {after:.3f} (95% {after - width:.3f}-{after + width:.3f}), {learned.seconds:.0f} s")

@@ -56,6 +56,8 @@ class QeRLCLI(LightningCLI):
                 "logger": {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": {"save_dir": "runs", "name": "qerl"}},
                 "max_epochs": 1,
                 "log_every_n_steps": 1,
+                "val_check_interval": 50,
+                "check_val_every_n_epoch": None,  # the interval counts rollout batches of the whole run
                 "num_sanity_val_steps": 0,
                 "enable_model_summary": False,
             },
@@ -72,3 +74,8 @@ class QeRLCLI(LightningCLI):
         parser.set_defaults({"checkpoint.save_last": True, "checkpoint.every_n_train_steps": 50, "checkpoint.filename": "step-{step}"})
         parser.link_arguments("seed_everything", "model.seed")
         parser.link_arguments("seed_everything", "data.seed")
+
+    def before_instantiate_classes(self) -> None:
+        config = self.config if self.subcommand is None else self.config[self.subcommand]
+        if config.trainer.enable_progress_bar is False:
+            self.trainer_defaults["callbacks"] = [c for c in self.trainer_defaults["callbacks"] if not isinstance(c, PhaseProgressBar)]

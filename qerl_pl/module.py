@@ -161,6 +161,7 @@ class QeRLModule(LightningModule):
             seed = derive_seed(self.seed, "minibatches", batch.step, iteration)
             for rows in minibatches(len(batch), self.loss.num_minibatches, seed):
                 self._update(batch, rows, mask, old, reference)
+        self.trainer.datamodule.completed(batch.step)  # type: ignore[attr-defined]
         self._log_step(batch, time.perf_counter() - started)
 
     def _update(self, batch: RolloutBatch, rows: Tensor, mask: Tensor, old: Tensor | None, reference: Tensor | None) -> None:
@@ -275,9 +276,12 @@ class QeRLModule(LightningModule):
         name = self.trainer.datamodule.correctness  # type: ignore[attr-defined]
         problems = int(batch.groups.max()) + 1
         self.pass_rate.update((batch.reward_parts[name] >= 1).view(problems, -1))
-        self.log(f"{split}/reward", batch.rewards.nanmean(), batch_size=len(batch))
-        self.log(f"{split}/mean_length", batch.completion_mask.sum(-1).float().mean(), batch_size=len(batch))
-        self.log(f"{split}/clipped_ratio", 1 - batch.finished.float().mean(), batch_size=len(batch))
+        metrics = {
+            "reward": batch.rewards.nanmean(),
+            "mean_length": batch.completion_mask.sum(-1).float().mean(),
+            "clipped_ratio": 1 - batch.finished.float().mean(),
+        }
+        self.log_dict({f"{split}/{k}": v for k, v in metrics.items()}, batch_size=len(batch), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
         self._log_pass_rate("validation")
@@ -288,8 +292,7 @@ class QeRLModule(LightningModule):
     def _log_pass_rate(self, split: str) -> None:
         rate, half_width = self.pass_rate.compute()
         self.pass_rate.reset()
-        self.log(f"{split}/pass@1", rate, prog_bar=True)
-        self.log(f"{split}/pass@1_half_width", half_width)
+        self.log_dict({f"{split}/pass@1": rate, f"{split}/pass@1_half_width": half_width}, sync_dist=True)
 
     # -------------------------------------------------------------- checkpoints
 

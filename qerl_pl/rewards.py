@@ -28,19 +28,25 @@ def _columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
     names = list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
     taken = [name for name in names if name in (*COMPUTED, "self")]
     if taken:
-        raise ValueError(f"the data has columns named {taken}, which rewards receive from the trainer; rename them in the data")
+        raise ValueError(
+            f"the data has columns named {taken}, which rewards receive from the trainer; rename them in the data"
+        )
     return {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
 
 
 def score(
     rewards: Sequence[Reward], answer_format: AnswerFormat, prompts: Sequence[Prompt], completions: Sequence[Completion]
 ) -> tuple[dict[str, list[float | None]], list[float]]:
-    """What each reward gives each completion (None: it abstains), and the weighted sums; NaN where every reward abstains.
+    """What each reward gives each completion (None: it abstains), and the weighted sums (NaN where all abstain).
 
     ``prompts[i]`` is the prompt of ``completions[i]``. Each completion is parsed once, here.
     """
+    if not rewards:
+        raise ValueError("there are no rewards, so nothing can be learned; set rewards: [gsm8k]")
     if len(prompts) != len(completions):
-        raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions; give the prompt of each completion")
+        raise ValueError(
+            f"{len(prompts)} prompts for {len(completions)} completions; give the prompt of each completion"
+        )
     texts = [completion.text for completion in completions]
     columns: dict[str, list[Any]] = {
         **_columns(prompts),
@@ -72,7 +78,7 @@ def check_answer_format(answer_format: AnswerFormat, rewards: Sequence[Reward], 
         if reward.maximum is not None and value != reward.maximum:
             got = "abstains on" if value is None else f"gives {value} instead of {reward.maximum} to"
             raise ValueError(
-                f"prompt and rewards disagree: {key} {got} the perfect completion {text!r}, from which {type(answer_format).__name__} "
-                f"reads {answer_format.extract(text)!r}; the gold answer is {prompt.columns.get('answer')!r}. "
-                "Choose an answer format and rewards that fit the data"
+                f"prompt and rewards disagree: {key} {got} the perfect completion {text!r}, from which "
+                f"{type(answer_format).__name__} reads {answer_format.extract(text)!r}; the gold answer is "
+                f"{prompt.columns.get('answer')!r}. Choose an answer format and rewards that fit the data"
             )

@@ -1,6 +1,6 @@
 """vLLM in this process against Hugging Face and PEFT, on small random models. vLLM's CPU build is enough.
 
-The references are built from the stored checkpoint by a dequantization of their own, so nothing is compared with itself.
+The references are built from the stored checkpoint by a dequantization of their own: nothing is compared with itself.
 """
 
 import json
@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ SAMPLING = Sampling(n=4, max_tokens=24)
 
 
 def write_checkpoint(folder: Path, config: Any, quantization: QuantFormat) -> dict[str, Tensor]:
-    """A random checkpoint with tokenizer in ``folder``; returns the numbers that it stands for, FP32, by Hugging Face's names."""
+    """A random checkpoint with tokenizer in ``folder``; returns the numbers it stands for, in FP32, by their names."""
     torch.manual_seed(0)
     config.update({"vocab_size": VOCAB, "eos_token_id": EOS, "bos_token_id": 0, "pad_token_id": None})
     config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
@@ -97,8 +97,12 @@ class Reference:
         missing, unexpected = model.load_state_dict(dense, strict=False)
         assert missing == ["lm_head.weight"] * config.tie_word_embeddings
         assert not unexpected
-        self.peft = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS))).to(dtype).eval()
-        self.norms = {n: m.weight for n, m in self.peft.base_model.model.named_modules() if type(m).__name__.endswith("RMSNorm")}
+        self.peft = (
+            get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS))).to(dtype).eval()
+        )
+        self.norms = {
+            n: m.weight for n, m in self.peft.base_model.model.named_modules() if type(m).__name__.endswith("RMSNorm")
+        }
         self.lora = {n.replace(".default", ""): p for n, p in self.peft.named_parameters() if "lora_" in n}
 
     @torch.no_grad()
@@ -108,7 +112,9 @@ class Reference:
             self.lora[name].copy_(value)
 
     @torch.no_grad()
-    def logprobs(self, prompt: list[int], completion: list[int], temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
+    def logprobs(
+        self, prompt: list[int], completion: list[int], temperature: float = 1.0, top_p: float = 1.0
+    ) -> Tensor:
         logits = self.peft(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float() / temperature
         ranked, order = logits.softmax(-1).sort(-1, descending=True)
         outside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, ranked.cumsum(-1) - ranked >= top_p)
@@ -152,7 +158,9 @@ class Case:
         self.engine.refresh()
         self.reference.set_adapter(adapter)
 
-    def generate(self, prompts: list[list[int]] = PROMPTS, sampling: Sampling = SAMPLING, first_seed: int = 0) -> list[list[Completion]]:
+    def generate(
+        self, prompts: list[list[int]] = PROMPTS, sampling: Sampling = SAMPLING, first_seed: int = 0
+    ) -> list[list[Completion]]:
         return self.engine.generate(prompts, sampling, range(first_seed, first_seed + len(prompts)))
 
 
@@ -366,7 +374,7 @@ def test_adapters_that_do_not_fit(case: Case) -> None:
     short = {n: t for n, t in good.items() if n != name}
     with pytest.raises(ValueError, match=rf"1 missing \({name}\); 0 unexpected"):
         case.engine.load_adapter(short)
-    with pytest.raises(ValueError, match="28 missing .* 28 unexpected .*Names are those of a saved PEFT adapter"):
+    with pytest.raises(ValueError, match=r"28 missing .* 28 unexpected .*Names are those of a saved PEFT adapter"):
         case.engine.load_adapter({n.removeprefix("base_model.model."): t for n, t in good.items()})
     with pytest.raises(ValueError, match=r"0 missing; 1 unexpected \(base_model.model.lm_head.lora_A.weight\)"):
         case.engine.load_adapter(good | {"base_model.model.lm_head.lora_A.weight": good[name]})
@@ -394,7 +402,9 @@ def test_model_bytes(case: Case) -> None:
     if isinstance(case.spec.quantization, BF16):
         pytest.skip("vLLM's CPU build repacks dense weights")
     expected = 4 * sum(t.numel() for t in [*case.dense.values(), *case.reference.lora.values()])
-    assert expected <= case.engine.model_bytes() < 1.2 * expected  # the vocabulary is padded, and there is a table of rotations
+    assert (
+        expected <= case.engine.model_bytes() < 1.2 * expected
+    )  # the vocabulary is padded, and there is a table of rotations
 
 
 @pytest.mark.parametrize(
@@ -450,7 +460,9 @@ def test_start_refuses_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.Mon
         values = {"folder": tmp_path, "quantization": NVFP4(), "rank": 8, "alpha": 16.0, "targets": TARGETS} | changes
         VLLMEngine(**SETTINGS).start(EngineSpec(**values))
 
-    with pytest.raises(ValueError, match=r"holds nvfp4-pack-quantized, but quantization is BF16 \(unquantized weights\)"):
+    with pytest.raises(
+        ValueError, match=r"holds nvfp4-pack-quantized, but quantization is BF16 \(unquantized weights\)"
+    ):
         start(quantization=BF16())
     with pytest.raises(ValueError, match="LoRA rank 513: vLLM supports 1 to 512"):
         start(rank=513)
@@ -458,9 +470,28 @@ def test_start_refuses_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.Mon
         start(device="cuda:1")
     with pytest.raises(ValueError, match="memory_fraction"):
         VLLMEngine(memory_fraction=50)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributed, "is_initialized", lambda: True)
+        patch.setattr(torch.distributed, "get_world_size", lambda: 4)
+        with pytest.raises(ValueError, match=r"torch.distributed has 4; use devices: 1"):
+            start()
     monkeypatch.setattr(vllm_compat, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match=r"pip install qerl-pl\[vllm\]"):
         start()
+
+
+def test_unknown_targets_are_refused_and_the_engine_is_freed(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", qwen2(), BF16())
+    spec = EngineSpec(tmp_path / "model", BF16(), RANK, ALPHA, ("q_proj", "w1"))
+    engine = VLLMEngine(**SETTINGS)
+    with pytest.raises(ValueError, match=r"LoRA targets \['w1'\] are not linear layers of Qwen2ForCausalLM"):
+        engine.start(spec)
+    assert not torch.distributed.is_initialized()
+
+    engine.start(replace(spec, targets=("q_proj",)))  # part of a fused layer, in the same process
+    assert len(engine.adapter()) == 4
+    assert engine.generate([[5]], Sampling(max_tokens=2), [0])[0][0].token_ids
+    engine.close()
 
 
 def test_importing_and_constructing_does_not_import_vllm() -> None:
@@ -484,5 +515,5 @@ def test_cuda_settings() -> None:
 def test_fused_layers_with_different_global_scales_are_refused() -> None:
     layer = torch.nn.Module()
     layer.weight_global_scale = torch.tensor([1.0, 2.0])
-    with pytest.raises(ValueError, match=r"different weight_global_scale \[1.0, 2.0\]"):
+    with pytest.raises(ValueError, match=r"different weight_global_scale: \[1.0, 2.0\]"):
         vllm_compat._checked(lambda *_: None)(None, layer)

@@ -22,7 +22,6 @@ class AdapterSync(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int
     ) -> None:
-        trainer.datamodule.completed(batch.step)  # type: ignore[attr-defined]
         pl_module.log("sync/adapter_difference", deliver(trainer, pl_module), batch_size=len(batch))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

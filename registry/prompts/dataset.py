@@ -25,7 +25,9 @@ def _messages(value: Any) -> str | list[dict[str, str]] | None:
     """A prompt as it should be: text, or chat messages that end before the assistant's turn; None if it is neither."""
     if isinstance(value, str):
         return value if value.strip() else None
-    if not isinstance(value, Sequence) or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in value):
+    if not isinstance(value, Sequence) or not all(
+        isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in value
+    ):
         return None
     messages = [{"role": m["role"], "content": m["content"]} for m in value]
     if messages and messages[-1]["role"] == "assistant":
@@ -36,9 +38,9 @@ def _messages(value: Any) -> str | list[dict[str, str]] | None:
 class Table(PromptSource):
     """Rows with columns of any names, read as ``prompt``, ``answer`` and the rest.
 
-    Understood as they are: ``prompt`` + ``answer``, GSM8K (``question``, ``answer`` ending in ``#### 18``), MATH-like (``problem``,
-    ``answer``), verl (``prompt``, ``reward_model.ground_truth``) and open-instruct (``messages``, ``ground_truth``). ``columns`` maps
-    our names to others: ``{prompt: query, answer: meta.result}``.
+    Understood as they are: ``prompt`` + ``answer``, GSM8K (``question``, ``answer`` ending in ``#### 18``), MATH-like
+    (``problem``, ``answer``), verl (``prompt``, ``reward_model.ground_truth``) and open-instruct (``messages``,
+    ``ground_truth``). ``columns`` maps our names to others: ``{prompt: query, answer: meta.result}``.
     """
 
     def __init__(self, columns: dict[str, str] | None = None, limit: int | None = None) -> None:
@@ -70,9 +72,11 @@ class Table(PromptSource):
             if ours not in mapping:
                 mapping[ours] = next((c for c in candidates if _get(first, c) is not None), "")
         for ours, theirs in mapping.items():
-            if _get(first, theirs) is None:
+            if theirs not in first and _get(first, theirs) is None:
                 what = f"no column {theirs!r}" if theirs else f"no {ours} column"
-                raise ValueError(f"{self.origin} has {what}, only {', '.join(first)}; set columns: {{{ours}: <one of them>}}")
+                raise ValueError(
+                    f"{self.origin} has {what}, only {', '.join(first)}; set columns: {{{ours}: <one of them>}}"
+                )
         return mapping
 
     def __len__(self) -> int:
@@ -113,7 +117,7 @@ class File(Table):
         if not path.is_file():
             raise ValueError(f"there is no file {self.path} (looked in {Path.cwd()}); correct path")
         if path.suffix == ".parquet":
-            import pyarrow.parquet  # noqa: PLC0415  heavy
+            import pyarrow.parquet  # heavy
 
             rows: list[Mapping[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
             return rows
@@ -130,7 +134,9 @@ class File(Table):
             try:
                 value = json.loads(piece)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{self.path}:{line + error.lineno - 1} is not JSON: {error.msg}; one object a line is expected") from None
+                raise ValueError(
+                    f"{self.path}:{line + error.lineno - 1} is not JSON: {error.msg}; one object a line is expected"
+                ) from None
             for row in value if isinstance(value, list) else [value]:
                 if not isinstance(row, Mapping):
                     raise ValueError(f"{self.path}:{line} holds {type(row).__name__}, not an object with columns")
@@ -159,7 +165,9 @@ class Hub(Table):
         return f"{self.name} ({', '.join(filter(None, [self.subset, self.split]))})"
 
     def load(self) -> Sequence[Mapping[str, Any]]:
-        import datasets  # noqa: PLC0415  heavy
+        import datasets  # heavy
 
-        rows: Sequence[Mapping[str, Any]] = datasets.load_dataset(self.name, self.subset, split=self.split, revision=self.revision)
+        rows: Sequence[Mapping[str, Any]] = datasets.load_dataset(
+            self.name, self.subset, split=self.split, revision=self.revision
+        )
         return rows

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Never
 from registry._registry import Name, Registry
 
 THINK_ANSWER = (
-    "Reason about the problem first, then answer. Put the reasoning between <think> and </think> and nothing but the final answer "
-    "between <answer> and </answer>, like this: <think>the reasoning</think><answer>the answer</answer>"
+    "Reason about the problem first, then answer. Put the reasoning between <think> and </think> and nothing but the "
+    "final answer between <answer> and </answer>, like this: <think>the reasoning</think><answer>the answer</answer>"
 )
 BOXED = r"Reason about the problem step by step, then put nothing but the final answer within \boxed{}."
 
@@ -57,11 +57,13 @@ _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 
 
 def last_box(text: str) -> tuple[int, int, str] | None:
-    r"""Start, end and content of the last ``\boxed{...}`` or ``\fbox{...}`` with balanced braces; escaped braces do not count.
+    r"""Start, end and content of the last ``\boxed{...}`` or ``\fbox{...}`` with balanced braces (``\{`` is none).
 
-    One pass with a stack: looking for the end of each box anew would take quadratic time on a completion full of ``\boxed{``.
+    One pass with a stack: looking for the end of each box anew would take quadratic time on a completion full of
+    ``\boxed{``.
     """
-    boxes, opened = [], []
+    boxes: list[tuple[int, int, str]] = []
+    opened: list[re.Match[str]] = []
     for token in _BRACE.finditer(text):
         if token[0] == "}":
             if opened and (opening := opened.pop())[0] != "{":
@@ -73,11 +75,11 @@ def last_box(text: str) -> tuple[int, int, str] | None:
 
 @ANSWER_FORMATS.register("think_answer")
 class ThinkAnswer(AnswerFormat):
-    """Reasoning in ``<think>``, answer in ``<answer>`` (QeRL §4.1, after DeepSeek-R1). The last answer counts: models correct themselves."""
+    """Reasoning in ``<think>``, answer in ``<answer>`` (QeRL §4.1). The last answer counts."""
 
     _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
     _TAG = re.compile(r"</?(?:think|answer)>")
-    _WHOLE = re.compile(r"\s*<think>.*\S.*</think>\s*<answer>.*\S.*</answer>\s*", re.DOTALL)
+    _WHOLE = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
 
     def __init__(self, system_prompt: str = THINK_ANSWER) -> None:
         super().__init__(system_prompt)
@@ -94,7 +96,10 @@ class ThinkAnswer(AnswerFormat):
         return answer or None
 
     def well_formed(self, completion: str) -> bool:
-        return len(self._TAG.findall(completion)) == 4 and self._WHOLE.fullmatch(completion) is not None
+        if len(self._TAG.findall(completion)) != 4:  # first, so that the pattern has one place to match each tag
+            return False
+        whole = self._WHOLE.fullmatch(completion)
+        return whole is not None and all(part.strip() for part in whole.groups())
 
     def render(self, reasoning: str, answer: str) -> str:
         return f"<think>{reasoning}</think><answer>{answer}</answer>"

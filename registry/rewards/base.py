@@ -29,12 +29,14 @@ class Reward(ABC):
         return REWARDS.name_of(type(self)) or type(self).__name__
 
     @abstractmethod
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
+    ) -> list[float | None]:
         """A score for each completion; None abstains.
 
-        ``columns`` has every column of the data (``answer`` among them), and of each completion: ``extracted``, the answer as the
-        answer format read it (None: no answer), ``well_formed``, ``completion_ids`` and ``finished`` (False: cut off). A reward
-        never looks for the answer itself.
+        ``columns`` has every column of the data (``answer`` among them), and of each completion: ``extracted``, the
+        answer as the answer format read it (None: no answer), ``well_formed``, ``completion_ids`` and ``finished``
+        (False: cut off). A reward never looks for the answer itself.
         """
 
 
@@ -49,13 +51,19 @@ else:
 
 
 def checked_scores(source: str, scores: Any, count: int) -> list[float | None]:
-    """``scores`` as floats and None; ValueError if ``source`` did not return one finite number, or None, for each completion."""
+    """``scores`` as floats and None; ValueError unless there is one finite number, or None, for each completion."""
     scores = scores.tolist() if hasattr(scores, "tolist") else scores  # tensors, arrays
     if not isinstance(scores, list | tuple):
-        raise ValueError(f"{source} returned {type(scores).__name__}; return a list with a number or None for each completion")
+        raise ValueError(
+            f"{source} returned {type(scores).__name__}; return a list with a number or None for each completion"
+        )
     if len(scores) != count:
-        raise ValueError(f"{source} returned {len(scores)} scores for {count} completions; return one for each, in order")
+        raise ValueError(
+            f"{source} returned {len(scores)} scores for {count} completions; return one for each, in order"
+        )
     for i, score in enumerate(scores):
         if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
-            raise ValueError(f"{source} returned {score!r} for completion {i}; return a finite number, or None to abstain")
+            raise ValueError(
+                f"{source} returned {score!r} for completion {i}; return a finite number, or None to abstain"
+            )
     return [None if score is None else float(score) for score in scores]

@@ -17,7 +17,8 @@ def _score(gold: Fraction | None, answer: str | None) -> float | None:
 
 @REWARDS.register("gsm8k")
 class GSM8K(Reward):
-    """1 if the answer is exactly the number in the column ``answer`` (a GSM8K row ending in ``#### 18``, or the number), else 0.
+    """1 if the answer is exactly the number in the column ``answer`` (a GSM8K row ending in ``#### 18``, or the
+    number), else 0.
 
     It abstains where ``answer`` holds no number: such a problem cannot be checked, so it is never paid.
     """
@@ -25,8 +26,12 @@ class GSM8K(Reward):
     maximum: ClassVar[float | None] = 1.0
     correctness: ClassVar[bool] = True
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
+    ) -> list[float | None]:
         if "answer" not in columns:
-            raise ValueError(f"gsm8k needs the column 'answer', the data has {sorted(columns)}; map it with columns: {{answer: ...}}")
+            raise ValueError(
+                f"gsm8k needs the column 'answer', the data has {sorted(columns)}; map it with columns: {{answer: ...}}"
+            )
         golds = [parse_number(gold_answer(answer)) for answer in columns["answer"]]
         return [_score(gold, answer) for gold, answer in zip(golds, columns["extracted"], strict=True)]

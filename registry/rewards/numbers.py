@@ -1,8 +1,8 @@
 """Reading the one number of a short answer, exactly.
 
-Nothing is evaluated and nothing grows: text of up to ``MAX_CHARS`` characters goes through a fixed list of patterns. What is not
-plainly one number (two numbers, a hedge, an expression, an unknown sign) is refused: a wrongly paid answer teaches the policy more
-harm than a wrongly refused one.
+Nothing is evaluated and nothing grows: text of up to ``MAX_CHARS`` characters goes through a fixed list of patterns.
+What is not plainly one number (two numbers, a hedge, an expression, an unknown sign) is refused: a wrongly paid answer
+teaches the policy more harm than a wrongly refused one.
 """
 
 import re
@@ -36,8 +36,11 @@ _NUMBER = re.compile(
          (?:\s*/\s*(?P<divisor>{_PLAIN.replace("_", "separator2")}))?""",
     re.VERBOSE,
 )
-# Around the number: words and harmless punctuation. A letter at the number or at a bracket before it may be a function or a variable.
-_BEFORE = re.compile(r"(?:(?:[^\W\d_]|(?<=[^\W\d_])-(?=[^\W\d_])|[\s.,:;!?'\"()\[\]*_#=])*[\s.,:;!?'\"()\[\]*_#=])?(?<![^\W\d_][(\[])")
+# Around the number: words and harmless punctuation. A letter at the number or at a bracket before it may be a function
+# or a variable.
+_BEFORE = re.compile(
+    r"(?:(?:[^\W\d_]|(?<=[^\W\d_])-(?=[^\W\d_])|[\s.,:;!?'\"()\[\]*_#=])*[\s.,:;!?'\"()\[\]*_#=])?(?<![^\W\d_][(\[])"
+)
 _AFTER = re.compile(r"(?:[^\W\d_]|[-/](?=[^\W\d_])|[\s.,:;!?'\"()\[\]*_])*")
 _WORD = re.compile(r"[^\W\d_]+")
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}

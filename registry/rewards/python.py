@@ -22,9 +22,11 @@ def _load(path: str) -> Callable[..., Any]:
 
 @REWARDS.register("python")
 class PythonReward(Reward):
-    """``function`` is the import path of ``f(prompts, completions, **columns) -> list[float | None]``; it names the metric.
+    """``function`` is the import path of ``f(prompts, completions, **columns) -> list[float | None]``; it names the
+    metric.
 
-    Arguments are passed by name, and only those that the function accepts, so that ``def f(completions, answer)`` will do.
+    Arguments are passed by name, and only those that the function accepts, so that ``def f(completions, answer)`` will
+    do.
     """
 
     def __init__(self, function: str, weight: float = 1.0) -> None:
@@ -36,13 +38,22 @@ class PythonReward(Reward):
     def name(self) -> str:
         return self.function.rpartition(".")[2]
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
+    ) -> list[float | None]:
         given = {"prompts": prompts, "completions": completions, **columns}
         parameters = inspect.signature(self._call).parameters.values()
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             names = {p.name for p in parameters}
-            missing = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in given]
+            missing = [
+                p.name
+                for p in parameters
+                if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in given
+            ]
             if missing:
-                raise ValueError(f"{self.function} needs {missing}, but there is only {sorted(given)}; rename its arguments, or map the data with columns")
+                raise ValueError(
+                    f"{self.function} needs {missing}, but there is only {sorted(given)}; "
+                    "rename its arguments, or map the data with columns"
+                )
             given = {name: values for name, values in given.items() if name in names}
         return checked_scores(self.function, self._call(**given), len(completions))

@@ -1,0 +1,175 @@
+"""Whole runs of ``qerl-pl`` on the embedded model: what they write, where they go on, what they refuse."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl_pl.lightning_cli import QeRLCLI
+
+CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
+SMALL = [
+    "--data.prompts_per_batch", "4", "--data.num_generations", "4", "--data.validation.size", "16", "--data.test.size", "16",
+    "--data.train.size", "64", "--trainer.enable_progress_bar", "false",
+]  # fmt: skip
+
+
+def run(folder: Path, *args: str) -> QeRLCLI:
+    cli = QeRLCLI(args=["--config", str(CONFIG), *SMALL, "--trainer.logger.save_dir", str(folder), *args], run=False)
+    cli.trainer.fit(cli.model, cli.datamodule)
+    return cli
+
+
+def adapter(cli: QeRLCLI) -> dict[str, torch.Tensor]:
+    return {n: t.clone() for n, t in cli.model.state_dict().items()}
+
+
+def rows(folder: Path, name: str = "completions.jsonl") -> list[dict]:
+    (path,) = folder.rglob(name)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fit")
+    arguments = ("--trainer.max_steps", "6", "--trainer.val_check_interval", "3", "--model.noise.num_stages", "2")
+    return run(folder, *arguments), folder
+
+
+def test_the_adapter_was_trained_and_delivered(finished):
+    cli, _ = finished
+    moved = [n for n, t in adapter(cli).items() if "lora_B" in n and t.abs().max() > 0]
+    assert len(moved) == 5 * 7
+    held = cli.datamodule.engine.adapter()
+    assert all(torch.equal(held[n], t) for n, t in adapter(cli).items())
+
+
+def test_noise_came_in_stages_and_went_away(finished):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    cli, folder = finished
+    events = EventAccumulator(str(next(folder.rglob("events.out*")).parent)).Reload()
+    read = lambda name: [e.value for e in events.Scalars(name)]  # noqa: E731
+    # Three stages over six steps: none, 1e-2, 5e-4.
+    assert read("noise/sigma") == pytest.approx([0, 0, 1e-2, 1e-2, 5e-4, 5e-4])
+    assert read("noise/realised_sigma") == pytest.approx([0, 0, 1e-2, 1e-2, 5e-4, 5e-4], rel=0.1)
+    assert read("noise/modules") == [0, 0, 10, 10, 10, 10]
+    assert [v > 0 for v in read("noise/kl")] == [False, False, True, True, True, True]
+    # Without noise the sampler is the trainer, up to rounding; with noise it is not.
+    difference = read("sampling/logp_difference/max")
+    assert max(difference[:2]) < 1e-4 < min(difference[2:4])
+    assert read("policy/ratio") == pytest.approx([1.0] * 6)
+    assert len(read("validation/pass@1")) == 2
+    norms = cli.datamodule.engine.norms()
+    assert all(torch.equal(w, cli.model.policy.norms()[n]) for n, w in norms.items())
+
+
+def test_checkpoint_holds_no_base(finished):
+    _, folder = finished
+    path = next(folder.rglob("last.ckpt"))
+    state = torch.load(path, weights_only=False)
+    assert all("lora_" in name for name in state["state_dict"])
+    assert state["RolloutDataModule"] == {"rollouts": 6}
+    assert path.stat().st_size < 4 * 4 * sum(t.numel() for t in state["state_dict"].values())  # weights, two moments, little else
+
+
+def test_saved_adapter_gives_the_policys_numbers(finished):
+    from peft import PeftModel
+
+    from qerl_pl.checkpoint import prepare
+    from qerl_pl.model import build_model
+    from registry.quantization import NVFP4
+
+    cli, folder = finished
+    base = build_model(prepare("tiny", NVFP4()), NVFP4(), torch.float32, dense=True)
+    loaded = PeftModel.from_pretrained(base, next(folder.rglob("adapter")))
+    tokens = torch.tensor([[5, 9, 31, 7, 60, 2, 44, 3]])
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    with torch.no_grad():
+        expected = loaded(tokens).logits.log_softmax(-1)[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0]
+        ours, _ = cli.model.policy(tokens, torch.tensor([8]), mask)
+    torch.testing.assert_close(ours[0, 1:], expected, atol=1e-4, rtol=0)
+
+
+def test_completions_table(finished):
+    _, folder = finished
+    table = rows(folder)
+    assert len(table) == 6 * 16
+    assert [r["step"] for r in table[::16]] == list(range(6))
+    for row in table:
+        assert row["reward"] == pytest.approx(row["rewards"]["gsm8k"] + 0.1 * row["rewards"]["format"])
+        right = f"<answer>{row['data/answer']}</answer>" in row["completion"]
+        assert row["rewards"]["gsm8k"] == float(right)
+    for start in range(0, len(table), 4):
+        group = table[start : start + 4]
+        assert len({r["prompt"] for r in group}) == 1
+        assert sum(r["advantage"] for r in group) == pytest.approx(0, abs=1e-4)
+    prompts = [r["prompt"] for r in table[::4]]
+    assert len(set(prompts)) == len(prompts)  # no prompt twice in an epoch
+    assert len(rows(folder, "completions-validation.jsonl")) == 2 * 16 * 2
+
+
+@pytest.mark.parametrize(("stop", "epoch"), [(3, 64), (4, 16)], ids=["middle of an epoch", "end of an epoch"])
+def test_resuming_goes_on_exactly(tmp_path, stop, epoch):
+    arguments = ("--trainer.max_steps", "6", "--trainer.val_check_interval", "100", "--data.train.size", str(epoch),
+                 "--model.loss.num_iterations", "1", "--model.noise.num_stages", "2")  # fmt: skip
+    whole = adapter(run(tmp_path / "whole", *arguments))
+    interrupted = QeRLCLI(
+        args=["--config", str(CONFIG), *SMALL, "--trainer.logger.save_dir", str(tmp_path / "parts"), *arguments], run=False
+    )
+    limit = interrupted.datamodule.completed
+
+    def interrupt(step: int) -> None:
+        limit(step)
+        if step == stop - 1:
+            interrupted.trainer.should_stop = True
+            interrupted.trainer.fit_loop.epoch_loop.max_steps = stop
+
+    interrupted.datamodule.completed = interrupt
+    interrupted.trainer.fit(interrupted.model, interrupted.datamodule)
+    assert len(rows(tmp_path / "parts")) == stop * 16
+    path = next((tmp_path / "parts").rglob("last.ckpt"))
+    resumed = QeRLCLI(
+        args=["--config", str(CONFIG), *SMALL, "--trainer.logger.save_dir", str(tmp_path / "resumed"), *arguments], run=False
+    )
+    resumed.trainer.fit(resumed.model, resumed.datamodule, ckpt_path=path)
+    assert [r["step"] for r in rows(tmp_path / "resumed")[::16]] == list(range(stop, 6))
+    together = rows(tmp_path / "parts") + rows(tmp_path / "resumed")
+    assert together == rows(tmp_path / "whole")
+    assert all(torch.equal(t, whole[n]) for n, t in adapter(resumed).items())
+
+
+def test_several_updates_of_one_batch(tmp_path):
+    cli = run(tmp_path, "--trainer.max_steps", "8", "--model.loss.num_iterations", "2", "--model.loss.num_minibatches", "2",
+              "--trainer.val_check_interval", "100", "--model.noise", "none")  # fmt: skip
+    assert cli.trainer.global_step == 8
+    assert cli.model.total_rollouts == 2
+    assert len(rows(tmp_path)) == 2 * 16
+
+
+def test_ctrl_c_leaves_a_checkpoint(tmp_path):
+    command = [sys.executable, "-m", "qerl_pl", "fit", "--config", str(CONFIG), *SMALL, "--trainer.logger.save_dir", str(tmp_path)]
+    process = subprocess.Popen(
+        [*command, "--trainer.max_steps", "1000"], cwd=CONFIG.parents[1], env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.rglob("completions.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert "Traceback" not in errors
+    state = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=False)
+    done = state["RolloutDataModule"]["rollouts"]
+    assert done >= 1 and state["global_step"] == done
+    assert list(tmp_path.rglob("adapter_model.safetensors"))
+    finish = [*command, "--trainer.max_steps", str(done + 2), "--ckpt_path", str(next(tmp_path.rglob("last.ckpt")))]
+    subprocess.run(finish, cwd=CONFIG.parents[1], check=True, capture_output=True, timeout=120)
+    steps = sorted({json.loads(line)["step"] for p in tmp_path.rglob("completions.jsonl") for line in p.read_text().splitlines()})
+    assert steps == list(range(done + 2))
