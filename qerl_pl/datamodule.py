@@ -39,9 +39,9 @@ class RolloutDataModule(LightningDataModule):
 
     def __init__(
         self,
-        train: PromptSource | PromptsName = Arithmetic("train"),
-        validation: PromptSource | PromptsName | None = Arithmetic("validation", size=256),
-        test: PromptSource | PromptsName | None = Arithmetic("test", size=512),
+        train: PromptSource | PromptsName = Arithmetic(split="train"),
+        validation: PromptSource | PromptsName | None = Arithmetic(split="validation", size=256),
+        test: PromptSource | PromptsName | None = Arithmetic(split="test", size=512),
         engine: Engine | EngineName = TransformersEngine(),
         rewards: list[RewardName | Reward] = [GSM8K(), Format(weight=0.1)],  # noqa: B006 never changed
         answer_format: AnswerFormat | AnswerFormatName = ThinkAnswer(),

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,13 @@ from qerl_pl.seeds import derive_seed
 from qerl_pl.types import RolloutBatch
 from registry.noise import Exponential, NoiseSchedule, ScheduleName
 from registry.quantization import NVFP4, FormatName, QuantFormat
+
+
+def adamw(
+    params: Iterable[torch.nn.Parameter], lr: float = 1e-5, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1
+) -> torch.optim.Optimizer:
+    """AdamW with the settings of the paper's runs."""
+    return torch.optim.AdamW(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
 class QeRLModule(LightningModule):
@@ -55,7 +62,7 @@ class QeRLModule(LightningModule):
         noise: NoiseSchedule | ScheduleName = Exponential(),
         noise_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
         noise_in_trainer: bool = False,
-        optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=1e-5, betas=(0.9, 0.99), weight_decay=0.1),
+        optimizer: OptimizerCallable = adamw,
         lr_schedule: str = "cosine",
         warmup: float = 0.1,
         max_grad_norm: float = 0.2,
