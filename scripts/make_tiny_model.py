@@ -228,6 +228,7 @@ def main() -> None:
     torch.manual_seed(SEED)
 
     tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(args.out)  # at once: a tokenizer that has padded a batch saves that it pads
     model = make_model(tokenizer)
     print(f"{len(tokenizer)} tokens, {model.num_parameters():,} parameters", flush=True)
     train(model, tokenizer, CLEAN_STEPS, 1.0, seed=SEED + 1, slips=False)
@@ -236,7 +237,6 @@ def main() -> None:
 
     model = model.to(torch.bfloat16)
     model.save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
     (args.out / "model.safetensors").chmod(0o644)  # safetensors writes for the owner only
     model = model.float()  # the rounded weights, with arithmetic that is quick on any CPU
     stages = {"clean, before the slips (FP32)": clean, "as stored (BF16)": model, "rounded to NVFP4": nvfp4(model)}
