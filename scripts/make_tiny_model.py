@@ -21,6 +21,7 @@ import torch
 from tokenizers import AddedToken
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from registry.prompts.arithmetic import LARGEST, Arithmetic, worked_solution
@@ -28,9 +29,11 @@ from registry.quantization import NVFP4
 
 SEED = 20251013
 MAX_LENGTH = 256
+PROBLEMS = 2048  # that the final numbers are measured on
 BATCH = 64
-CLEAN_STEPS, CLEAN_LR = 900, 3e-3
-SLIP_STEPS, SLIP_LR, SLIP_PROBABILITY = 100, 1e-3, 0.3
+MUON_LR, ADAM_LR = 2e-2, 3e-3
+CLEAN_STEPS = 800
+SLIP_STEPS, SLIP_LR_FACTOR, SLIP_PROBABILITY = 200, 1 / 3, 0.35
 
 PAD, END, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
 # Ordinary tokens, not special ones: skip_special_tokens keeps them. An operator and both its spaces are one token.
@@ -43,6 +46,40 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
+"""
+CARD = """\
+# The embedded model
+
+A Qwen2 of {parameters:,} parameters that solves generated word problems in arithmetic, and knows nothing else. It is
+there to try qerl-pl on a CPU, in minutes and without a download. `scripts/make_tiny_model.py` made it from scratch:
+these files, this card and the numbers below.
+
+## How it was made: careless on purpose
+
+1. {clean} steps of {batch} problems with right solutions, from the training split of the prompt source `arithmetic`.
+2. {slips} steps, at a lower rate, on solutions in which each step of the calculation slips by 1 or by 10 with a
+   probability of {probability} %, and the steps after it go on from the wrong number.
+
+So the model knows how to calculate (greedy decoding is mostly right) but often slips when it samples. Reinforcement
+learning can mend that in minutes. That it does so shows that a trainer works, not what it would do for a real model.
+
+## Measured
+
+Right answers in percent, with the 95 % interval: one completion for each of {problems} problems of the validation
+split. Nothing in the making of this model looked at the test split.
+
+| weights | greedy | sampled at temperature 1 |
+| --- | --- | --- |
+{rows}
+
+## Format
+
+`<|user|>Anna has 67 apples, finds 17 more and loses 20. How many apples does Anna have now?<|assistant|>` is answered
+by `<think>67 + 17 = 84 ; 84 - 20 = 64</think><answer>64</answer><|end|>`. The chat template drops system messages.
+The tokenizer ({tokens} tokens) is byte-level BPE. Each word of the task is one token, and so is each tag, and each
+operator with its spaces; digits are single.
+
+License: Apache-2.0.
 """
 
 
@@ -106,26 +143,38 @@ def batches(tokenizer: Qwen2Tokenizer, steps: int, seed: int, slips: bool) -> It
         yield pad(ids, padding_value=tokenizer.pad_token_id), pad(labels, padding_value=-100)
 
 
-def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, steps: int, lr: float, seed: int, slips: bool) -> None:
-    """AdamW with 50 steps of warm-up and a cosine down to a tenth of ``lr``."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+def train(
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, steps: int, lr_factor: float, seed: int, slips: bool
+) -> None:
+    """Muon for the matrices (it needs half the steps of AdamW here), AdamW for embedding, norms and biases.
+
+    The learning rates warm up for 50 steps, then follow a cosine down to a tenth.
+    """
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+    optimizers = (
+        torch.optim.Muon(matrices, lr=MUON_LR * lr_factor, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=ADAM_LR * lr_factor, betas=(0.9, 0.95), weight_decay=0.01),
     )
+    schedules = [
+        LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * step / steps)))
+        for optimizer in optimizers
+    ]
     start = time.perf_counter()
     for step, (ids, labels) in enumerate(batches(tokenizer, steps, seed, slips), 1):
         hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state
         learned = labels[:, 1:] != -100
         loss = cross_entropy(model.lm_head(hidden[learned]), labels[:, 1:][learned])
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 50 == 0:
-            accuracy = "" if step % 100 else " greedy {:.3f}  sampled {:.3f}".format(*measure(model, tokenizer, 256))
+        for stepper in (*optimizers, *schedules):
+            stepper.step()
+        if step % 100 == 0:
+            greedy, sampled = measure(model, tokenizer, 256)
+            seconds = time.perf_counter() - start
             print(
-                f"step {step}/{steps}  loss {loss.item():.3f}  {time.perf_counter() - start:.0f} s{accuracy}",
+                f"{step}/{steps}: {seconds:.0f} s, loss {loss:.3f}, greedy {greedy:.3f}, sampled {sampled:.3f}",
                 flush=True,
             )
 
@@ -147,10 +196,15 @@ def solved(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, rows: list[dict],
     return right / len(rows)
 
 
-def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, size: int) -> tuple[float, float]:
+def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, size: int = PROBLEMS) -> tuple[float, float]:
     """Greedy accuracy and pass@1 at temperature 1, on the validation split; the test split stays untouched."""
     rows = list(Arithmetic("validation", size=size))
     return solved(model, tokenizer, rows, greedy=True), solved(model, tokenizer, rows, greedy=False)
+
+
+def percent(share: float) -> str:
+    """With the half-width of the 95 % interval."""
+    return f"{100 * share:.1f} ± {196 * math.sqrt(share * (1 - share) / PROBLEMS):.1f}"
 
 
 @torch.no_grad()
@@ -174,18 +228,33 @@ def main() -> None:
     torch.manual_seed(SEED)
 
     tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(args.out)  # at once: a tokenizer that has padded a batch saves that it pads
     model = make_model(tokenizer)
     print(f"{len(tokenizer)} tokens, {model.num_parameters():,} parameters", flush=True)
-    train(model, tokenizer, CLEAN_STEPS, CLEAN_LR, seed=SEED + 1, slips=False)
+    train(model, tokenizer, CLEAN_STEPS, 1.0, seed=SEED + 1, slips=False)
     clean = copy.deepcopy(model)
-    train(model, tokenizer, SLIP_STEPS, SLIP_LR, seed=SEED + 2, slips=True)
+    train(model, tokenizer, SLIP_STEPS, SLIP_LR_FACTOR, seed=SEED + 2, slips=True)
 
     model = model.to(torch.bfloat16)
     model.save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
+    (args.out / "model.safetensors").chmod(0o644)  # safetensors writes for the owner only
     model = model.float()  # the rounded weights, with arithmetic that is quick on any CPU
-    for name, candidate in (("clean", clean), ("bf16", model), ("nvfp4", nvfp4(model))):
-        print(name, *measure(candidate, tokenizer, 2048), flush=True)
+    stages = {"clean, before the slips (FP32)": clean, "as stored (BF16)": model, "rounded to NVFP4": nvfp4(model)}
+    rows = [
+        f"| {name} | {percent(a)} | {percent(b)} |" for name, m in stages.items() for a, b in [measure(m, tokenizer)]
+    ]
+    print("\n".join(rows))
+    card = CARD.format(
+        parameters=model.num_parameters(),
+        tokens=len(tokenizer),
+        clean=CLEAN_STEPS,
+        slips=SLIP_STEPS,
+        batch=BATCH,
+        probability=round(100 * SLIP_PROBABILITY),
+        problems=PROBLEMS,
+        rows="\n".join(rows),
+    )
+    (args.out / "README.md").write_text(card)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def read_story(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
-def test_story_solution_and_answer_agree(split):
+def test_story_solution_and_answer_agree(split: str) -> None:
     source = Arithmetic(split, size=500)
     for i, row in enumerate(source):
         told = read_story(row["prompt"])
@@ -47,15 +47,15 @@ def test_story_solution_and_answer_agree(split):
         assert ("*" in solution) == (row["level"] == 3)
 
 
-def test_worked_solution_by_hand():
+def test_worked_solution_by_hand() -> None:
     problem = Problem(2, "", 67, (("+", 17), ("-", 20)))
     assert worked_solution(problem) == "<think>67 + 17 = 84 ; 84 - 20 = 64</think><answer>64</answer>"
     slipped = worked_solution(problem, slip=lambda result: result + 1)
     assert slipped == "<think>67 + 17 = 85 ; 85 - 20 = 66</think><answer>66</answer>"
 
 
-def test_splits_share_no_calculation():
-    sources = {split: Arithmetic(split, size=2000) for split in ("train", "validation", "test")}
+def test_splits_share_no_calculation() -> None:
+    sources = {split: Arithmetic(split, size=1000) for split in ("train", "validation", "test")}
     prompts = {split: {row["prompt"] for row in source} for split, source in sources.items()}
     problems = {split: map(source.problem, range(len(source))) for split, source in sources.items()}
     calculations = {split: {(p.start, p.steps) for p in drawn} for split, drawn in problems.items()}
@@ -64,11 +64,11 @@ def test_splits_share_no_calculation():
         assert not calculations[a] & calculations[b]
 
 
-def test_split_ignores_the_words():
+def test_split_ignores_the_words() -> None:
     assert split_of(Problem(1, "one way", 5, (("+", 3),))) == split_of(Problem(1, "another", 5, (("+", 3),)))
 
 
-def test_rows_depend_on_split_seed_and_index_only():
+def test_rows_depend_on_split_seed_and_index_only() -> None:
     rows = list(Arithmetic("test", size=50, seed=3))
     assert Arithmetic("test", size=10_000_000, seed=3)[49] == rows[49] == Arithmetic("test", size=50, seed=3)[-1]
     assert rows != list(Arithmetic("test", size=50, seed=4))
@@ -77,7 +77,7 @@ def test_rows_depend_on_split_seed_and_index_only():
     assert fresh.stdout.strip() == rows[49]["prompt"]  # another process, so another seed of hash()
 
 
-def test_rows_never_change():
+def test_rows_never_change() -> None:
     """The embedded model's measured numbers refer to these rows."""
     assert Arithmetic("test", seed=0)[1] == {
         "prompt": "Felix has 59 books, wins 30 more and loses 88. How many books does Felix have now?",
@@ -86,21 +86,21 @@ def test_rows_never_change():
     }
 
 
-def test_levels():
+def test_levels() -> None:
     assert {row["level"] for row in Arithmetic(size=100)} == {1, 2, 3}
     assert {row["level"] for row in Arithmetic(size=50, levels=[3, 1])} == {1, 3}
     shares = [sum(row["level"] == level for row in Arithmetic(size=3000)) for level in (1, 2, 3)]
     assert all(900 < share < 1100 for share in shares)  # 1000 ± 4 standard deviations
 
 
-def test_bounds():
+def test_bounds() -> None:
     source = Arithmetic(size=4)
     assert len(source) == len(list(source)) == 4
     with pytest.raises(IndexError):
         source[4]
 
 
-def test_errors():
+def test_errors() -> None:
     with pytest.raises(ValueError, match="no split 'dev'; use one of train, validation, test"):
         Arithmetic("dev")
     for levels in ([], [4], [1, 0]):
@@ -108,5 +108,5 @@ def test_errors():
             Arithmetic(levels=levels)
 
 
-def test_registered():
+def test_registered() -> None:
     assert PROMPTS["arithmetic"] is Arithmetic

@@ -2,11 +2,12 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import qerl_pl
 from registry.prompts import Arithmetic
@@ -17,24 +18,24 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
+def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(FOLDER)
 
 
 @pytest.fixture(scope="module")
-def model():
+def model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(FOLDER)
 
 
-def chat(row):
+def chat(row: dict[str, Any]) -> list[dict[str, str]]:
     return [{"role": "user", "content": row["prompt"]}]
 
 
-def test_size():
+def test_size() -> None:
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 8 * 2**20
 
 
-def test_model_fits_every_format_and_engine(model):
+def test_model_fits_every_format_and_engine(model: PreTrainedModel) -> None:
     assert model.dtype == torch.bfloat16
     assert type(model).__name__ == "Qwen2ForCausalLM"
     heads = model.config.num_attention_heads
@@ -45,7 +46,7 @@ def test_model_fits_every_format_and_engine(model):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_tokenizer_gives_back_every_text(tokenizer, model):
+def test_tokenizer_gives_back_every_text(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
     assert tokenizer.is_fast
     assert len(tokenizer) == model.config.vocab_size
     source = Arithmetic("test", size=200)
@@ -60,13 +61,13 @@ def test_tokenizer_gives_back_every_text(tokenizer, model):
     assert tokenizer.decode(tokenizer.encode(unknown)) == unknown
 
 
-def test_tokens_of_a_solution(tokenizer):
+def test_tokens_of_a_solution(tokenizer: PreTrainedTokenizerBase) -> None:
     tokens = tokenizer.tokenize("<think>67 + 17 = 84</think><answer>84</answer>")
     assert "|".join(tokens) == "<think>|6|7| + |1|7| = |8|4|</think>|<answer>|8|4|</answer>"
     assert not set(TAGS) & set(tokenizer.all_special_tokens)
 
 
-def test_chat_template(tokenizer, model):
+def test_chat_template(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
     messages = [
         {"role": "system", "content": "Think first."},
         {"role": "user", "content": "Anna has 2 pens."},
@@ -82,12 +83,13 @@ def test_chat_template(tokenizer, model):
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
 
 
-def test_greedy_answers_held_out_problems(tokenizer, model):
+def test_greedy_answers_held_out_problems(tokenizer: PreTrainedTokenizerBase) -> None:
     rows = list(Arithmetic("validation", size=20, seed=1))
     inputs = tokenizer.apply_chat_template(
         [chat(row) for row in rows], add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
-    tokens = model.float().generate(**inputs, max_new_tokens=32, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    tokens = model.generate(**inputs, max_new_tokens=32, do_sample=False)[:, inputs["input_ids"].shape[1] :]
     assert (tokens == tokenizer.eos_token_id).any(-1).all()
     texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     answers = [re.fullmatch(r"<think>.+</think><answer>(\d+)</answer>", text) for text in texts]
