@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 
 HELP = """\
@@ -25,17 +24,9 @@ Every setting can be given in YAML or on the command line:
 Set QERL_PL_DEBUG=1 to see tracebacks behind one-line errors."""
 
 
-QUIET = (
-    r".*Found \d+ module\(s\) in eval mode",  # the frozen base
-    r".*isinstance\(treespec, LeafSpec\)",  # Lightning 2.6 with torch 2.13
-    r".*does not have many workers",
-    r".*Checkpoint directory .* exists and is not empty",
-)
-"""Warnings of libraries that a user can do nothing about."""
-
-
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point. Help is printed before anything heavy is imported."""
+    sys.path.insert(0, os.getcwd())  # so that a component in a file beside the config is found by its import path
     if args is not None:
         sys.argv = [sys.argv[0], *args]  # LightningCLI distrusts arguments from anywhere else
     args = sys.argv[1:]
@@ -65,8 +56,6 @@ def _lightning() -> None:
 
 def _run(command: Callable[[], None]) -> None:
     """Errors that a user can act on become one line; the rest keep their traceback."""
-    for message in QUIET:
-        warnings.filterwarnings("ignore", message)
     try:
         command()
     except (ValueError, ImportError, FileNotFoundError, RuntimeError) as error:

@@ -1,8 +1,10 @@
 """The LightningCLI behind ``qerl-pl fit|validate|test``."""
 
 import difflib
+import logging
 import re
 import sys
+import warnings
 from typing import Any, NoReturn
 
 from jsonargparse import ActionConfigFile
@@ -19,6 +21,27 @@ from registry.quantization import FORMATS
 from registry.rewards import ANSWER_FORMATS, REWARDS
 
 REGISTRIES = (FORMATS, SCHEDULES, REWARDS, ANSWER_FORMATS, PROMPTS, ENGINES)
+
+
+QUIET = (
+    r"Found \d+ module\(s\) in eval mode",  # the frozen base
+    r"isinstance\(treespec, LeafSpec\)",  # Lightning 2.6 with torch 2.13
+    r"LightningCLI's args parameter",  # demo and benchmarks give them
+    r"litlogger",
+    r"set_float32_matmul_precision",
+    r"configure_callbacks.*override existing",  # a second fit or test in the process
+    r"weights_only` was not set",
+    r"deprecated in v4\.4\d\.0",  # jsonargparse, of what Lightning 2.6 calls
+)
+"""What libraries say that a user can do nothing about."""
+
+
+def _quiet() -> None:
+    for message in QUIET:
+        warnings.filterwarnings("ignore", f"(?s).*{message}")
+    said = re.compile("|".join(QUIET))
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.trainer.connectors.logger_connector.logger_connector"):
+        logging.getLogger(name).addFilter(lambda record: not said.search(record.getMessage()))
 
 
 class Parser(LightningArgumentParser):
@@ -40,6 +63,7 @@ class QeRLCLI(LightningCLI):
     """``model``, ``data`` and ``trainer`` from YAML and the command line. Third parties' components are loaded first."""
 
     def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
+        _quiet()
         for registry in REGISTRIES:
             registry.load_plugins()
         super().__init__(

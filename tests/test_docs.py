@@ -1,0 +1,63 @@
+"""The snippets of docs/extending.md, run as they stand there, one section at a time."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from qerl_pl.cli import main
+
+ROOT = Path(__file__).parents[1]
+SECTIONS = re.split(r"^## ", (ROOT / "docs" / "extending.md").read_text(), flags=re.MULTILINE)[1:]
+RUN = [s for s in SECTIONS if "```bash" in s]
+SHORT = [
+    "--trainer.max_steps", "2", "--trainer.limit_val_batches", "0", "--data.num_generations", "2", "--trainer.enable_progress_bar", "false",
+]  # fmt: skip
+
+
+def blocks(section: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("section", RUN, ids=lambda s: s.splitlines()[0])
+def test_section(section, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("QERL_PL_DEBUG", "1")
+    shutil.copytree(ROOT / "configs", "configs")
+    shutil.copytree(ROOT / "qerl_pl" / "assets" / "tiny", "my-model")
+    for text in [*blocks(section, "python"), *blocks(section, "yaml")]:
+        Path(re.match(r"# (\S+)\n", text)[1]).write_text(text)
+    for text in blocks(section, "jsonl"):
+        Path("my.jsonl").write_text(text)
+    (command,) = blocks(section, "bash")
+    import shlex
+
+    program, *arguments = shlex.split(command)
+    assert program == "qerl-pl"
+    batch = [] if "--data.prompts_per_batch" in arguments else ["--data.prompts_per_batch", "4"]
+    monkeypatch.setattr(sys, "argv", ["qerl-pl", *arguments, *SHORT, *batch])
+    main()
+    assert list(tmp_path.rglob("adapter_model.safetensors"))
+    assert len(next(tmp_path.rglob("completions.jsonl")).read_text().splitlines()) in (16, 8)
+
+
+def test_the_ternary_format_is_short_and_right(tmp_path, monkeypatch):
+    import torch
+
+    (text,) = blocks(next(s for s in SECTIONS if s.startswith("A weight format")), "python")
+    assert len(text.splitlines()) <= 45
+    (tmp_path / "ternary_of_the_docs.py").write_text(text.replace('@FORMATS.register("ternary")\n', ""))
+    monkeypatch.syspath_prepend(tmp_path)
+    import ternary_of_the_docs
+
+    format_ = ternary_of_the_docs.Ternary()
+    weight = torch.tensor([[1.0, -1.0, 0.1, 0.0, 2.0, 0.9, -0.1, -1.9], [0.0] * 8])
+    (stored,) = format_.quantize([weight])
+    scale = weight[0].abs().mean().bfloat16().item()  # 0.875
+    assert format_.dequantize(stored, torch.float32)[0].tolist() == [scale, -scale, 0, 0, scale, scale, 0, -scale]
+    assert {k: (tuple(t.shape), t.dtype) for k, t in stored.items()} == format_.layout(2, 8)
+    assert format_.shape(stored) == (2, 8)
