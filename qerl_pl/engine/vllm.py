@@ -62,6 +62,7 @@ class VLLMEngine(Engine):
         self._cuda = torch.device(spec.device).type == "cuda"
         dtype = getattr(torch, spec.dtype)
         with (
+            torch.inference_mode(False),  # started within it, the weights could not be written outside
             vllm_compat.unchanged_process(self._cuda),
             vllm_compat.uncompiled(self._cuda),
             vllm_compat.patched_layers(spec.quantization, dtype, self._cuda),
@@ -91,11 +92,8 @@ class VLLMEngine(Engine):
             "max_num_seqs": self.max_num_seqs,
             "gpu_memory_utilization": self.memory_fraction,
             "enforce_eager": eager,
-            "enable_lora": True,
-            "max_loras": 1,
             "max_lora_rank": min(rank for rank in vllm_compat.LORA_RANKS if rank >= spec.rank),
             "lora_target_modules": list(spec.targets),
-            "hf_overrides": {"head_dtype": "float32"},  # log-probabilities from BF16 logits are off by 1e-2 and more
         }
         kv_cache_gb = self.kv_cache_gb if self._cuda else self.kv_cache_gb or 1.0
         if kv_cache_gb is not None:
@@ -113,7 +111,7 @@ class VLLMEngine(Engine):
         seeds: Sequence[int],
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        """See the interface. With ``temperature`` 0 (greedy) the log-probabilities are those at temperature 1."""
+        """See the interface. At temperature 0 the likeliest token, with its log-probability at temperature 1."""
         llm = self._running()
         self._check_call(prompts, sampling, seeds)
         engine, outputs, tokens = llm.llm_engine, {}, 0

@@ -151,11 +151,23 @@ def _checked(process: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
 
 
 def build(settings: dict[str, Any]) -> Any:
-    """``vllm.LLM``; explicit keyword arguments only, all of which exist from 0.26 to 0.32."""
+    """``vllm.LLM`` with ``settings`` and what they all have in common; every name exists from 0.26 to 0.32."""
     from vllm import LLM
 
-    return LLM(**settings, enable_prefix_caching=True, disable_log_stats=True, use_tqdm_on_load=False, seed=0,
-               logprobs_mode="processed_logprobs")  # fmt: skip
+    return LLM(
+        **settings,
+        enable_lora=True,
+        max_loras=1,
+        enable_prefix_caching=True,
+        # Of the distribution that a token is drawn from: after temperature and top-p.
+        logprobs_mode="processed_logprobs",
+        hf_overrides={"head_dtype": "float32"},  # BF16 logits between 8 and 16 would come in steps of 0.06
+        # vLLM finds compiled models in its cache by a hash of the settings; only this one tells of the patched norms.
+        additional_config={"norm_weights": "float32"},
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        seed=0,
+    )
 
 
 def model(llm: Any) -> nn.Module:
