@@ -57,27 +57,23 @@ class VLLMEngine(Engine):
         if self._llm is not None:
             return
         _check(spec)
-        vllm_compat.prepare()
         self._spec = spec
         self._cuda = torch.device(spec.device).type == "cuda"
+        vllm_compat.prepare(self._cuda)
         dtype = getattr(torch, spec.dtype)
         with (
-            torch.inference_mode(False),  # started within it, the weights could not be written outside
+            torch.inference_mode(False),  # weights made within it could not be written outside
             vllm_compat.unchanged_process(self._cuda),
             vllm_compat.uncompiled(self._cuda),
-            vllm_compat.patched_layers(spec.quantization, dtype, self._cuda),
         ):
-            llm = vllm_compat.build(self._settings(spec))
-        try:
-            self._norms = vllm_compat.norm_weights(llm)
-            if not self._norms or any(weight.dtype != torch.float32 for weight in self._norms.values()):
-                raise ValueError(
-                    f"{type(vllm_compat.model(llm)).__name__} has no RMSNorm that takes FP32 weights: no noise"
-                )
-            self._slots = vllm_compat.register_adapter(llm, spec.targets, spec.rank, spec.alpha)
-        except ValueError:
-            vllm_compat.shut_down(llm)
-            raise
+            with vllm_compat.patched_layers(spec.quantization, dtype, self._cuda):
+                llm = vllm_compat.build(self._settings(spec))
+            try:
+                self._norms = vllm_compat.norm_weights(llm)
+                self._slots = vllm_compat.register_adapter(llm, spec.targets, spec.rank, spec.alpha)
+            except ValueError:
+                vllm_compat.shut_down(llm)
+                raise
         self._request = vllm_compat.adapter_request()
         self.tokenizer = llm.get_tokenizer()
         self._llm = llm
@@ -144,6 +140,7 @@ class VLLMEngine(Engine):
         if len(prompts) != len(seeds):
             raise ValueError(f"{len(prompts)} prompts need as many seeds, got {len(seeds)}")
         longest = self.max_model_len - sampling.max_tokens
+        vocabulary = self._llm.llm_engine.model_config.get_vocab_size()  # vLLM lets the id behind the last pass
         for i, prompt in enumerate(prompts):
             if not 0 < len(prompt) <= longest:
                 raise ValueError(
@@ -151,6 +148,8 @@ class VLLMEngine(Engine):
                     f"max_tokens={sampling.max_tokens} and max_model_len={self.max_model_len}: raise the engine's "
                     "max_model_len, or drop long prompts"
                 )
+            if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+                raise ValueError(f"prompt {i} has token ids {min(prompt)} to {max(prompt)}; the model has {vocabulary}")
         vllm_compat.check_adapter(self._llm)
         if self._versions() != self._clean:
             raise RuntimeError(
@@ -223,12 +222,14 @@ class VLLMEngine(Engine):
 
     def _versions(self) -> int:
         """Grows with every write in place to norm or adapter."""
-        return sum(t._version for t in self._norms.values()) + sum(
-            a._version + b._version for a, b in self._slots.values()
-        )
+        adapter = sum(a._version + b._version for a, b in self._slots.values())
+        return adapter + sum(weight._version for weight in self._norms.values())
 
     def model_bytes(self) -> int:
-        """Memory of the engine's weights, LoRA buffers included, without the KV cache."""
+        """Memory of the engine's weights, LoRA buffers included, without the KV cache.
+
+        Dense weights that the CPU build has repacked are not seen.
+        """
         module = vllm_compat.model(self._running())
         tensors = [*module.parameters(), *module.buffers(), *(t for pair in self._slots.values() for t in pair)]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
@@ -236,9 +237,10 @@ class VLLMEngine(Engine):
     def close(self) -> None:
         if self._llm is None:
             return
-        llm, self._llm = self._llm, None
-        del self._norms, self._slots  # views keep the model's memory
-        vllm_compat.shut_down(llm)
+        vllm_compat.shut_down(self._llm)
+        self._llm = None
+        del self._norms, self._slots  # they share the model's memory
+        vllm_compat.free_memory()  # not before nothing refers to the engine
 
     def _running(self) -> Any:
         if self._llm is None:
