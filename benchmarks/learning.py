@@ -1,6 +1,7 @@
 """How much a policy learns: pass@1 on the test prompts before and after ``fit``, for several seeds.
 
-    python benchmarks/learning.py --seeds 0 1 2 --output benchmarks/results/cpu/learning.json -- --config configs/tiny.yaml
+    python benchmarks/learning.py --seeds 0 1 2 --output benchmarks/results/cpu/learning.json -- --config
+    configs/tiny.yaml
 
 Arguments behind ``--`` are those of ``qerl-pl fit``. Each seed runs in a process of its own.
 """
@@ -53,11 +54,15 @@ def main() -> None:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             rows.append(pool.apply(run, (seed, args)))
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(describe(options.commit) | {"arguments": args, "rows": rows}, indent=1) + "\n")
+        options.output.write_text(
+            json.dumps(describe(options.commit) | {"arguments": args, "rows": rows}, indent=1) + "\n"
+        )
     print(f"\n| seed | problems | before | after | fit, s | peak, GB |\n{'| --- ' * 6}|")
     for r in rows:
         (b, bw), (a, aw) = r["before"], r["after"]
-        print(f"| {r['seed']} | {r['problems']} | {b:.1%} ± {bw:.1%} | {a:.1%} ± {aw:.1%} | {r['fit_seconds']:.0f} | {r['peak_process_gb']} |")
+        print(
+            f"| {r['seed']} | {r['problems']} | {b:.1%} ± {bw:.1%} | {a:.1%} ± {aw:.1%} | {r['fit_seconds']:.0f} | {r['peak_process_gb']} |"
+        )
 
 
 if __name__ == "__main__":

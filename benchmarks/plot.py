@@ -23,12 +23,21 @@ def main(source: Path, target: Path) -> None:
         line(learning, smooth(curves["reward"]), BLUE, "training reward (mean of 8 steps)")
         last = curves["reward"][-1][0]
         points = [[0, *row["before"]], [last, *row["after"]]]
-        learning.errorbar(*zip(*points, strict=True), color=ORANGE, marker="o", capsize=4, linestyle="", label="test pass@1, 95 %")
+        learning.errorbar(
+            *zip(*points, strict=True), color=ORANGE, marker="o", capsize=4, linestyle="", label="test pass@1, 95 %"
+        )
         line(learning, curves.get("validation/pass@1", []), ORANGE, "validation pass@1", marker=".", linestyle=":")
         line(exploring, curves["entropy"], BLUE, "entropy, nats per token")
         line(agreement, curves["sampling/logp_difference/mean"], BLUE, "|log p: engine − trainer|")
         line(agreement, [p for p in curves["noise/kl"] if p[1] > 0], ORANGE, "KL per token of the noise")
-        line(agreement, [p for p in curves["noise/sigma"] if p[1] > 0], GREY, "noise σ", drawstyle="steps-post", alpha=1 if one else 0.4)
+        line(
+            agreement,
+            [p for p in curves["noise/sigma"] if p[1] > 0],
+            GREY,
+            "noise σ",
+            drawstyle="steps-post",
+            alpha=1 if one else 0.4,
+        )
     learning.set_ylim(0, None)
     exploring.set_ylim(0, None)
     agreement.set_yscale("log")
@@ -39,7 +48,9 @@ def main(source: Path, target: Path) -> None:
         handles, labels = axis.get_legend_handles_labels()
         unique = dict(zip(labels, handles, strict=True))
         axis.legend(unique.values(), unique.keys(), frameon=False, fontsize=8)
-    figure.suptitle(f"{result['machine']} · {result['date']} · {result['commit']}", fontsize=8, color=GREY, x=0.995, ha="right")
+    figure.suptitle(
+        f"{result['machine']} · {result['date']} · {result['commit']}", fontsize=8, color=GREY, x=0.995, ha="right"
+    )
     figure.savefig(target, dpi=110)
 
 
@@ -51,7 +62,9 @@ def line(axis: Any, points: list[list[float]], color: str, label: str, **style: 
 def smooth(points: list[list[float]], width: int = 8) -> list[list[float]]:
     """Mean over the last ``width`` values."""
     values = [v for _, v in points]
-    return [[step, sum(values[max(0, i - width + 1) : i + 1]) / min(width, i + 1)] for i, (step, _) in enumerate(points)]
+    return [
+        [step, sum(values[max(0, i - width + 1) : i + 1]) / min(width, i + 1)] for i, (step, _) in enumerate(points)
+    ]
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ from torch import Tensor
 def group_advantages(rewards: Tensor, groups: Tensor, scale: str = "group") -> Tensor:
     """A_i = (r_i − mean) / std over the completions of one prompt: rewards [B], groups [B] -> [B].
 
-    ``scale``: divide by the ``group``'s standard deviation (unbiased), by that of the whole ``batch``, or by nothing (``none``).
-    Groups whose rewards are all equal get 0. A NaN reward (every verifier abstained) is left out of mean and std and gets 0.
+    ``scale``: divide by the ``group``'s standard deviation (unbiased), by that of the whole ``batch``, or by nothing
+    (``none``). Groups whose rewards are all equal get 0. A NaN reward (every verifier abstained) is left out of mean
+    and std and
+    gets 0.
     """
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"scale_rewards: {scale!r} is not one of group, batch, none")

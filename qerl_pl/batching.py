@@ -13,7 +13,8 @@ def minibatches(size: int, parts: int, seed: int) -> list[Tensor]:
 
 
 def micro_batches(lengths: Tensor, rows: Tensor, budget: int) -> list[Tensor]:
-    """Split ``rows`` so that completions × longest one in each part is at most ``budget`` tokens; similar lengths go together.
+    """Split ``rows`` so that completions × longest one in each part is at most ``budget`` tokens; similar lengths go
+    together.
 
     A single row longer than the budget is a part of its own.
     """

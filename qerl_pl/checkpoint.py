@@ -34,7 +34,9 @@ def resolve(model: str) -> Path:
             raise ValueError(f"model: {model!r} is a folder without config.json; name a Hugging Face model folder")
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ValueError(f"model: there is no folder {model!r}, and it is no hub name (owner/name); 'tiny' is the embedded model")
+        raise ValueError(
+            f"model: there is no folder {model!r}, and it is no hub name (owner/name); 'tiny' is the embedded model"
+        )
     from huggingface_hub import snapshot_download
 
     try:
@@ -55,7 +57,9 @@ class Weights(Mapping[str, Tensor]):
         elif single.is_file():
             names = [single.name]
         else:
-            raise ValueError(f"{folder}: neither model.safetensors nor model.safetensors.index.json; save the model as safetensors")
+            raise ValueError(
+                f"{folder}: neither model.safetensors nor model.safetensors.index.json; save the model as safetensors"
+            )
         self._file = {}
         for name in names:
             handle = safe_open(folder / name, framework="pt")
@@ -89,14 +93,22 @@ def prepare(model: str, quantization: QuantFormat, cache: Path | None = None) ->
     if found is not None:
         if wanted is None or found.get("format") != wanted["format"]:
             kind = found.get("format") or found.get("quant_method")
-            raise ValueError(f"model: {model!r} is stored as {kind!r}, which is not quantization: {name}; set the format it has")
+            raise ValueError(
+                f"model: {model!r} is stored as {kind!r}, which is not quantization: {name}; set the format it has"
+            )
         activations = [g for g in found.get("config_groups", {}).values() if g.get("input_activations")]
         if activations:
-            raise ValueError(f"model: {model!r} also quantizes activations; use a weight-only checkpoint (llm-compressor: NVFP4A16)")
+            raise ValueError(
+                f"model: {model!r} also quantizes activations; use a weight-only checkpoint (llm-compressor: NVFP4A16)"
+            )
         return folder
     if wanted is None:
         return folder
-    source = sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in folder.iterdir() if f.suffix in (".json", ".safetensors"))
+    source = sorted(
+        (f.name, f.stat().st_size, f.stat().st_mtime_ns)
+        for f in folder.iterdir()
+        if f.suffix in (".json", ".safetensors")
+    )
     key = hashlib.sha256(json.dumps([str(folder.resolve()), source, wanted]).encode()).hexdigest()[:12]
     cache = cache or Path(os.environ.get("QERL_PL_CACHE", Path.home() / ".cache" / "qerl_pl"))
     target = cache / f"{folder.resolve().name}-{name}-{key}"
@@ -135,19 +147,29 @@ def write(folder: Path, config: dict[str, Any], quantization: QuantFormat, targe
             flush()
     flush()
     size = sum(f.stat().st_size for f in target.glob("*.safetensors"))
-    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=1))
+    (target / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=1)
+    )
     (target / "config.json").write_text(json.dumps(config | {"quantization_config": quantization.config}, indent=1))
     for file in folder.iterdir():
-        if file.is_file() and file.suffix in (".json", ".jinja", ".model", ".txt") and not (target / file.name).exists():
+        if (
+            file.is_file()
+            and file.suffix in (".json", ".jinja", ".model", ".txt")
+            and not (target / file.name).exists()
+        ):
             shutil.copy(file, target)
 
 
 def _quantized(weights: Weights, quantization: QuantFormat) -> Iterator[dict[str, Tensor]]:
     """The checkpoint's tensors with every projection in stored form; one fused group at a time."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    projections = {n.removesuffix(".weight") for n in weights if n.endswith(".weight") and is_projection(n.removesuffix(".weight"))}
+    projections = {
+        n.removesuffix(".weight") for n in weights if n.endswith(".weight") and is_projection(n.removesuffix(".weight"))
+    }
     if not projections:
-        raise ValueError(f"the checkpoint has none of the layers {', '.join(PROJECTIONS)}; its architecture is not supported")
+        raise ValueError(
+            f"the checkpoint has none of the layers {', '.join(PROJECTIONS)}; its architecture is not supported"
+        )
     for name in weights:
         module = name.removesuffix(".weight")
         if module not in projections:
@@ -165,7 +187,9 @@ def _quantized(weights: Weights, quantization: QuantFormat) -> Iterator[dict[str
             yield {f"{member}.{key}": tensor.cpu().contiguous() for key, tensor in stored.items()}
 
 
-def stored_projection(weights: Weights, module: str, quantization: QuantFormat) -> tuple[QuantFormat, dict[str, Tensor]]:
+def stored_projection(
+    weights: Weights, module: str, quantization: QuantFormat
+) -> tuple[QuantFormat, dict[str, Tensor]]:
     """Format and stored tensors of one projection. A layer that the quantizer was told to ignore is found as BF16."""
     if not isinstance(quantization, BF16) and f"{module}.weight" in weights:
         return BF16(), {"weight": weights[f"{module}.weight"].to(torch.bfloat16)}

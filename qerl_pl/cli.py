@@ -59,7 +59,7 @@ def _run(command: Callable[[], None]) -> None:
     try:
         command()
     except (ValueError, ImportError, FileNotFoundError, RuntimeError) as error:
-        if os.environ.get("QERL_PL_DEBUG") or type(error) is RuntimeError and "qerl" not in _origin(error):
+        if os.environ.get("QERL_PL_DEBUG") or (type(error) is RuntimeError and "qerl" not in _origin(error)):
             raise
         print(f"qerl-pl: error: {error}", file=sys.stderr)
         sys.exit(2)

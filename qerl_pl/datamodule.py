@@ -7,9 +7,9 @@ from lightning import LightningDataModule
 from qerl_pl.engine import Engine, EngineName, TransformersEngine
 from qerl_pl.prompts import Prompts
 from qerl_pl.rewards import check_answer_format, reward_keys
-from qerl_pl.rollouts import EvaluationRollouts, Collector, TrainingRollouts
+from qerl_pl.rollouts import Collector, EvaluationRollouts, TrainingRollouts
 from qerl_pl.types import Sampling
-from registry.prompts import Arithmetic, PromptSource, PromptsName
+from registry.prompts import Arithmetic, PromptsName, PromptSource
 from registry.rewards import GSM8K, AnswerFormat, AnswerFormatName, Format, Reward, RewardName, ThinkAnswer
 
 
@@ -29,7 +29,8 @@ class RolloutDataModule(LightningDataModule):
         max_completion_length: tokens at which a completion is cut off.
         temperature: of training rollouts.
         top_p: of training rollouts; below 1 the trainer's probabilities are not those sampled from.
-        scale_rewards: divide advantages by the standard deviation of the ``group``, of the ``batch``, or not (``none``).
+        scale_rewards: divide advantages by the standard deviation of the ``group``, of the ``batch``, or not
+            (``none``).
         eval_samples: completions of a prompt in validation and test.
         eval_temperature: of validation and test.
         eval_top_p: of validation and test.
@@ -59,13 +60,19 @@ class RolloutDataModule(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        for name, value in (("prompts_per_batch", prompts_per_batch), ("eval_samples", eval_samples), ("eval_batch", eval_batch)):
+        for name, value in (
+            ("prompts_per_batch", prompts_per_batch),
+            ("eval_samples", eval_samples),
+            ("eval_batch", eval_batch),
+        ):
             if value < 1:
                 raise ValueError(f"{name}: {value} must be at least 1")
         if num_generations < 2:
             raise ValueError(f"num_generations: {num_generations}; a group needs at least 2 completions to compare")
         if temperature <= 0:
-            raise ValueError(f"temperature: {temperature} must be above 0: without chance the completions of a group are equal")
+            raise ValueError(
+                f"temperature: {temperature} must be above 0: without chance the completions of a group are equal"
+            )
         if not rewards:
             raise ValueError("rewards: the list is empty; name at least one, for example [gsm8k]")
         self.sources = {"train": train, "validation": validation, "test": test}
@@ -85,7 +92,9 @@ class RolloutDataModule(LightningDataModule):
         for name, reward in zip(reward_keys(rewards), rewards, strict=True):
             if reward.correctness:
                 return name
-        raise ValueError("rewards: none of them checks correctness, so there is no pass@1 to report; add one such as gsm8k")
+        raise ValueError(
+            "rewards: none of them checks correctness, so there is no pass@1 to report; add one such as gsm8k"
+        )
 
     @property
     def done(self) -> int:
@@ -96,10 +105,14 @@ class RolloutDataModule(LightningDataModule):
         """The rendered prompts of a split; the engine has started, for its tokenizer renders them."""
         source = self.sources[split]
         if source is None:
-            raise ValueError(f"data.{split}: no prompts are configured; name a source, for example {{class_path: file, init_args: ...}}")
+            raise ValueError(
+                f"data.{split}: no prompts are configured; name a source, as in {{class_path: file, init_args: ...}}"
+            )
         prompts = Prompts(source, self.collector.answer_format, self.engine.tokenizer, self.max_prompt_length)
         if prompts.dropped:
-            self.collector.report("note", f"{split}: {prompts.dropped} of {len(prompts) + prompts.dropped} prompts dropped as too long")
+            self.collector.report(
+                "note", f"{split}: {prompts.dropped} of {len(prompts) + prompts.dropped} prompts dropped as too long"
+            )
         check_answer_format(self.collector.answer_format, self.collector.rewards, prompts[0])
         return prompts
 
@@ -108,7 +121,9 @@ class RolloutDataModule(LightningDataModule):
         if self.batch % world:
             raise ValueError(f"prompts_per_batch: {self.batch} is not divisible by the {world} ranks")
         if self._train is None:
-            self._train = TrainingRollouts(self.collector, self.prompts("train"), self.batch, self.sampling, self.seed, rank, world)
+            self._train = TrainingRollouts(
+                self.collector, self.prompts("train"), self.batch, self.sampling, self.seed, rank, world
+            )
             self._train.step = self._done
         return self._train
 
@@ -119,7 +134,9 @@ class RolloutDataModule(LightningDataModule):
         return self._evaluation("test")
 
     def _evaluation(self, split: str) -> EvaluationRollouts:
-        return EvaluationRollouts(self.collector, self.prompts(split), self.eval_batch, self.eval_sampling, self.seed, *self._ranks())
+        return EvaluationRollouts(
+            self.collector, self.prompts(split), self.eval_batch, self.eval_sampling, self.seed, *self._ranks()
+        )
 
     def _ranks(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)

@@ -32,7 +32,9 @@ def learn(args: Sequence[str]) -> Learned:
         return results["test/pass@1"], results["test/pass@1_half_width"]
 
     before = test()
-    print(f"before: pass@1 {before[0]:.1%} ± {before[1]:.1%} on {len(data.sources['test'])} held-out problems", flush=True)
+    print(
+        f"before: pass@1 {before[0]:.1%} ± {before[1]:.1%} on {len(data.sources['test'])} held-out problems", flush=True
+    )
     started = time.perf_counter()
     trainer.fit(module, data)
     seconds = time.perf_counter() - started
@@ -48,10 +50,17 @@ def demo(args: Sequence[str] = ()) -> None:
 
     Its test problems are met nowhere else: neither in training nor in a choice of settings.
     """
-    print("qerl-pl demo: a model of 1.1 M parameters in NVFP4 learns arithmetic word problems by RL (LoRA, AQN), on the CPU.")
+    print(
+        "qerl-pl demo: a model of 1.1 M parameters in NVFP4 learns arithmetic word problems by RL (LoRA, AQN)."
+    )
     learned = learn(["--config", str(CONFIG), *args])
     folder, (after, width) = learned.folder, learned.after
     print(f"curves:  tensorboard --logdir {folder}")
     print(f"adapter: {folder / 'adapter'} (a PEFT folder)")
-    print(f"samples: {folder / 'completions.jsonl'} (training), {folder / 'completions-test.jsonl'} (held-out, before and after)")
-    print(f"demo: pass@1 {learned.before[0]:.3f} -> {after:.3f} (95% {after - width:.3f}-{after + width:.3f}), {learned.seconds:.0f} s")
+    print(
+        f"samples: {folder / 'completions.jsonl'} (training), {folder / 'completions-test.jsonl'} (held-out)"
+    )
+    print(
+        f"demo: pass@1 {learned.before[0]:.3f} -> {after:.3f} "
+        f"(95% {after - width:.3f}-{after + width:.3f}), {learned.seconds:.0f} s"
+    )

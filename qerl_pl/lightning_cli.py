@@ -40,7 +40,10 @@ def _quiet() -> None:
     for message in QUIET:
         warnings.filterwarnings("ignore", f"(?s).*{message}")
     said = re.compile("|".join(QUIET))
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.trainer.connectors.logger_connector.logger_connector"):
+    for name in (
+        "lightning.pytorch.utilities.rank_zero",
+        "lightning.pytorch.trainer.connectors.logger_connector.logger_connector",
+    ):
         logging.getLogger(name).addFilter(lambda record: not said.search(record.getMessage()))
 
 
@@ -52,7 +55,10 @@ class Parser(LightningArgumentParser):
         key = next((g for g in unknown.groups() if g), None) if unknown else None
         if key is not None:
             known = [action.dest for action in self._actions]
-            close = difflib.get_close_matches(key, known, n=1) or [k for k in known if k.endswith(f".{key.rpartition('.')[2]}")][:1]
+            close = (
+                difflib.get_close_matches(key, known, n=1)
+                or [k for k in known if k.endswith(f".{key.rpartition('.')[2]}")][:1]
+            )
             if close and key not in known:
                 message = f"{message}\nDid you mean {close[0]!r}?"
         print(f"qerl-pl: error: {message}", file=sys.stderr)
@@ -60,7 +66,7 @@ class Parser(LightningArgumentParser):
 
 
 class QeRLCLI(LightningCLI):
-    """``model``, ``data`` and ``trainer`` from YAML and the command line. Third parties' components are loaded first."""
+    """``model``, ``data`` and ``trainer`` from YAML and the command line; plugins are loaded first."""
 
     def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
         _quiet()
@@ -77,7 +83,10 @@ class QeRLCLI(LightningCLI):
             parser_kwargs={"description": "Quantization-enhanced reinforcement learning on PyTorch Lightning."},
             trainer_defaults={
                 "callbacks": [PhaseProgressBar(), OneScreen(), AdapterFolder()],
-                "logger": {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": {"save_dir": "runs", "name": "qerl"}},
+                "logger": {
+                    "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
+                    "init_args": {"save_dir": "runs", "name": "qerl"},
+                },
                 "max_epochs": 1,
                 "log_every_n_steps": 1,
                 "val_check_interval": 50,
@@ -89,17 +98,23 @@ class QeRLCLI(LightningCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         parser = Parser(**kwargs)
-        parser.add_argument("-c", "--config", action=ActionConfigFile, help="YAML file with settings; may be given several times.")
+        parser.add_argument(
+            "-c", "--config", action=ActionConfigFile, help="YAML file with settings; may be given several times."
+        )
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
         parser.add_lightning_class_args(CompletionsTable, "completions")
-        parser.set_defaults({"checkpoint.save_last": True, "checkpoint.every_n_train_steps": 50, "checkpoint.filename": "step-{step}"})
+        parser.set_defaults(
+            {"checkpoint.save_last": True, "checkpoint.every_n_train_steps": 50, "checkpoint.filename": "step-{step}"}
+        )
         parser.link_arguments("seed_everything", "model.seed")
         parser.link_arguments("seed_everything", "data.seed")
 
     def before_instantiate_classes(self) -> None:
         config = self.config if self.subcommand is None else self.config[self.subcommand]
         if config.trainer.enable_progress_bar is False:
-            self.trainer_defaults["callbacks"] = [c for c in self.trainer_defaults["callbacks"] if not isinstance(c, PhaseProgressBar)]
+            self.trainer_defaults["callbacks"] = [
+                c for c in self.trainer_defaults["callbacks"] if not isinstance(c, PhaseProgressBar)
+            ]

@@ -6,12 +6,17 @@ from torch.utils.checkpoint import checkpoint
 
 
 def token_logprobs(
-    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float = 1.0, bias: Tensor | None = None, chunk: int = 1024
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and entropy of softmax(hidden · headᵀ / temperature), in nats and FP32.
 
-    hidden [N, H], head [V, H], targets [N] -> ([N], [N]). At most ``chunk`` × V logits exist at a time, in forward and in backward,
-    where each chunk is computed again. The entropy carries no gradient.
+    hidden [N, H], head [V, H], targets [N] -> ([N], [N]). At most ``chunk`` × V logits exist at a time, in forward
+    and in backward, where each chunk is computed again. The entropy carries no gradient.
     """
     if len(targets) == 0:
         return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
@@ -24,7 +29,9 @@ def token_logprobs(
     return torch.cat(logprobs), torch.cat(entropy)
 
 
-def _chunk(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _chunk(
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     with torch.autocast(hidden.device.type, enabled=False):
         logits = hidden.float() @ head.float().T  # [n, V]
         if bias is not None:

@@ -2,8 +2,8 @@
 
     loss = − Σ_t w_t · c_t · min(ρ_t A, clip(ρ_t, 1 − ε, 1 + ε_high) A)  +  β Σ_t w_t · KL_t          (paper Eq. 3)
 
-ρ = π_θ/π_old; w_t spreads a total weight of one over the tokens of the whole batch (``token_weights``); c_t corrects for
-completions that came from the sampler's distribution rather than the trainer's (``importance_weights``).
+ρ = π_θ/π_old; w_t spreads a total weight of one over the tokens of the whole batch (``token_weights``); c_t corrects
+for completions that came from the sampler's distribution rather than the trainer's (``importance_weights``).
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Loss:
     """Settings of the objective, under the field's names.
 
     Args:
-        loss_type: how tokens are averaged. dapo: every token of the batch alike; grpo: every completion alike, and its tokens
-            within it; dr_grpo: sum over tokens divided by completions × max_completion_length.
+        loss_type: how tokens are averaged. dapo: every token of the batch alike; grpo: every completion alike, and
+            its tokens within it; dr_grpo: sum over tokens divided by completions × max_completion_length.
         epsilon: lower clip range of the ratio.
         epsilon_high: upper clip range; none for the same as epsilon. DAPO's clip-higher is 0.28.
         beta: weight of the KL term against the base; 0 leaves it out (as in the paper's runs).
@@ -59,7 +59,8 @@ class Loss:
 def token_weights(mask: Tensor, loss_type: str, completions: float, tokens: float, max_length: int) -> Tensor:
     """w [B, T] for a completion mask [B, T] that may be any part of the batch.
 
-    ``completions`` and ``tokens`` count the whole batch (all micro-batches, mean over ranks); ``max_length`` is the completion limit.
+    ``completions`` and ``tokens`` count the whole batch (all micro-batches, mean over ranks); ``max_length`` is the
+    completion limit.
     """
     lengths = mask.sum(-1, keepdim=True).clamp(min=1)
     denominator = {"dapo": tokens, "grpo": completions * lengths, "dr_grpo": completions * max_length}[loss_type]
@@ -67,7 +68,9 @@ def token_weights(mask: Tensor, loss_type: str, completions: float, tokens: floa
 
 
 def importance_weights(trainer: Tensor, sampler: Tensor, mask: Tensor, cap: float | None) -> Tensor:
-    """min(exp(log π_trainer − log π_sampler), C) at each completion token, 1 elsewhere; a constant to the gradient. All [B, T]."""
+    """min(exp(log π_trainer − log π_sampler), C) at each completion token, 1 elsewhere; a constant to the gradient.
+    All [B, T].
+    """
     if cap is None:
         return torch.ones_like(trainer)
     ratio = (trainer - sampler).detach().exp().clamp(max=cap)
@@ -100,10 +103,14 @@ def clipped_surrogate(
         kl = k3(reference, logprobs, mask)
         loss = loss + beta * (weights * kl).sum()
         metrics["kl"] = kl
-    return loss, {name: value.detach()[mask].mean() if mask.any() else value.new_zeros(()) for name, value in metrics.items()}
+    return loss, {
+        name: value.detach()[mask].mean() if mask.any() else value.new_zeros(()) for name, value in metrics.items()
+    }
 
 
 def k3(other: Tensor, sampled: Tensor, mask: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(sampled ‖ other) at tokens drawn from ``sampled``: r − 1 − log r with r = other/sampled; 0 off the mask."""
+    """Schulman's k3 estimate of KL(sampled ‖ other) at tokens drawn from ``sampled``: r − 1 − log r with r =
+    other/sampled; 0 off the mask.
+    """
     log_ratio = torch.where(mask, other - sampled, 0.0)
     return log_ratio.exp() - 1 - log_ratio

@@ -33,8 +33,8 @@ class Averages(nn.Module):
 class PassRate(Metric):
     """Mean pass@1 over problems, with a 95 % interval.
 
-    Each problem counts once, with the mean over its samples. The spread of those means holds both sources of chance, which
-    problems were drawn and which answers were sampled, so the interval is 1.96 standard errors of their mean.
+    Each problem counts once, with the mean over its samples. The spread of those means holds both sources of chance,
+    which problems were drawn and which answers were sampled, so the interval is 1.96 standard errors of their mean.
     """
 
     full_state_update = False

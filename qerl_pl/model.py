@@ -11,11 +11,15 @@ from qerl_pl.packed import PackedLinear
 from registry.quantization import QuantFormat
 
 
-def build_model(folder: Path, quantization: QuantFormat, dtype: torch.dtype, device: str = "cpu", dense: bool = False) -> nn.Module:
+def build_model(
+    folder: Path, quantization: QuantFormat, dtype: torch.dtype, device: str = "cpu", dense: bool = False
+) -> nn.Module:
     """A frozen Hugging Face model over the checkpoint in ``folder``.
 
-    Projections become :class:`PackedLinear`, or with ``dense`` ordinary linears of the dequantized weights (faster to sample with, larger).
-    Everything else is loaded in ``dtype``; RMSNorm weights always in FP32, so that small noise on them is not rounded away.
+    Projections become :class:`PackedLinear`, or with ``dense`` ordinary linears of the dequantized weights (faster to
+    sample with, larger). Everything else is loaded in ``dtype``; RMSNorm weights always in FP32, so that small noise
+    on them is not rounded
+    away.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -32,12 +36,16 @@ def build_model(folder: Path, quantization: QuantFormat, dtype: torch.dtype, dev
         elif _is_norm(module):
             _load(module, weights, name, torch.float32, device)
             module.register_forward_hook(_keep_dtype)  # else FP32 weights would lift all that follows to FP32
-        elif next(module.parameters(recurse=False), None) is not None and not (name == "lm_head" and config.tie_word_embeddings):
+        elif next(module.parameters(recurse=False), None) is not None and not (
+            name == "lm_head" and config.tie_word_embeddings
+        ):
             _load(module, weights, name, dtype, device)
     model.tie_weights()
     unfilled = [n for n, p in model.named_parameters() if p.is_meta]
     if unfilled:
-        raise ValueError(f"{folder}: no values for {', '.join(unfilled[:3])} (of {len(unfilled)}); the architecture is not supported")
+        raise ValueError(
+            f"{folder}: no values for {', '.join(unfilled[:3])} (of {len(unfilled)}); the architecture is not supported"
+        )
     return model.to(device).requires_grad_(False).eval()
 
 
@@ -54,7 +62,9 @@ def _keep_dtype(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch
     return output.to(args[0].dtype)
 
 
-def _projection(weights: Weights, name: str, quantization: QuantFormat, dtype: torch.dtype, device: str, dense: bool) -> nn.Linear:
+def _projection(
+    weights: Weights, name: str, quantization: QuantFormat, dtype: torch.dtype, device: str, dense: bool
+) -> nn.Linear:
     format_, stored = stored_projection(weights, name, quantization)
     stored = {key: tensor.to(device) for key, tensor in stored.items()}
     bias = weights[f"{name}.bias"].to(device, dtype) if f"{name}.bias" in weights else None

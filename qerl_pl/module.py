@@ -26,7 +26,10 @@ from registry.quantization import NVFP4, FormatName, QuantFormat
 
 
 def adamw(
-    params: Iterable[torch.nn.Parameter], lr: float = 1e-5, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1
+    params: Iterable[torch.nn.Parameter],
+    lr: float = 1e-5,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.1,
 ) -> torch.optim.Optimizer:
     """AdamW with the settings of the paper's runs."""
     return torch.optim.AdamW(params, lr=lr, betas=betas, weight_decay=weight_decay)
@@ -78,7 +81,12 @@ class QeRLModule(LightningModule):
             raise ValueError(f"lr_schedule: {lr_schedule!r} is not one of constant, linear, cosine")
         self.model, self.quantization, self.lora, self.loss = model, quantization, lora, loss
         self.noise, self.noise_norms, self.noise_in_trainer = noise, noise_norms, noise_in_trainer
-        self.make_optimizer, self.lr_schedule, self.warmup, self.max_grad_norm = optimizer, lr_schedule, warmup, max_grad_norm
+        self.make_optimizer, self.lr_schedule, self.warmup, self.max_grad_norm = (
+            optimizer,
+            lr_schedule,
+            warmup,
+            max_grad_norm,
+        )
         self.tokens_per_micro_batch, self.gradient_checkpointing = tokens_per_micro_batch, gradient_checkpointing
         self.dtype_name, self.seed = dtype, seed
         self.automatic_optimization = False  # Lightning would divide each micro-batch's loss by their number
@@ -133,7 +141,9 @@ class QeRLModule(LightningModule):
         optimizer = self.make_optimizer(list(self.policy.adapter_parameters().values()))
         updates = self.total_rollouts * self.updates_per_rollout
         name = "constant_with_warmup" if self.lr_schedule == "constant" else self.lr_schedule
-        scheduler = get_scheduler(name, optimizer, num_warmup_steps=math.ceil(self.warmup * updates), num_training_steps=updates)
+        scheduler = get_scheduler(
+            name, optimizer, num_warmup_steps=math.ceil(self.warmup * updates), num_training_steps=updates
+        )
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     @property
@@ -143,7 +153,9 @@ class QeRLModule(LightningModule):
 
     @property
     def total_rollouts(self) -> int:
-        """Rollout batches in the whole run, from ``max_steps`` (optimizer steps) or ``max_epochs``, whichever ends it first."""
+        """Rollout batches in the whole run, from ``max_steps`` (optimizer steps) or ``max_epochs``, whichever ends it
+        first.
+        """
         limits = []
         if self.trainer.max_steps > 0:
             limits.append(math.ceil(self.trainer.max_steps / self.updates_per_rollout))
@@ -151,13 +163,17 @@ class QeRLModule(LightningModule):
             self.trainer.fit_loop.setup_data()
             limits.append(int(self.trainer.max_epochs * self.trainer.num_training_batches))
         if not limits:
-            raise ValueError("trainer: give max_steps or max_epochs; schedules of rate and noise need the length of the run")
+            raise ValueError(
+                "trainer: give max_steps or max_epochs; schedules of rate and noise need the length of the run"
+            )
         return min(limits)
 
     # ---------------------------------------------------------------- one step
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> None:
-        """rollouts, rewards and advantages are in the batch; here: old log-probabilities, μ passes of clipped updates."""
+        """rollouts, rewards and advantages are in the batch; here: old log-probabilities, μ passes of clipped
+        updates.
+        """
         started = time.perf_counter()
         mask = self._loss_mask(batch)
         old = None
@@ -171,7 +187,9 @@ class QeRLModule(LightningModule):
         self.trainer.datamodule.completed(batch.step)  # type: ignore[attr-defined]
         self._log_step(batch, time.perf_counter() - started)
 
-    def _update(self, batch: RolloutBatch, rows: Tensor, mask: Tensor, old: Tensor | None, reference: Tensor | None) -> None:
+    def _update(
+        self, batch: RolloutBatch, rows: Tensor, mask: Tensor, old: Tensor | None, reference: Tensor | None
+    ) -> None:
         """One optimizer step on the given completions."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert self.policy is not None
@@ -196,7 +214,9 @@ class QeRLModule(LightningModule):
             self._record(part, before, entropy, metrics, keep)
         norm = torch.nn.utils.clip_grad_norm_(self.policy.adapter_parameters().values(), self.max_grad_norm)
         if not torch.isfinite(norm):
-            raise RuntimeError(f"gradient norm is {norm.item()} at rollout {batch.step}; lower the learning rate or check the rewards")
+            raise RuntimeError(
+                f"gradient norm is {norm.item()} at rollout {batch.step}; lower the learning rate or check the rewards"
+            )
         optimizer.step()  # type: ignore[union-attr]
         scheduler.step()  # type: ignore[union-attr]
         self.averages.add("loss", total)
@@ -237,7 +257,9 @@ class QeRLModule(LightningModule):
 
     # ----------------------------------------------------------------- watching
 
-    def _record(self, part: RolloutBatch, before: Tensor, entropy: Tensor, metrics: dict[str, Tensor], keep: Tensor) -> None:
+    def _record(
+        self, part: RolloutBatch, before: Tensor, entropy: Tensor, metrics: dict[str, Tensor], keep: Tensor
+    ) -> None:
         """Token means of one micro-batch."""
         count = keep.sum()
         if count == 0:

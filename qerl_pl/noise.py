@@ -21,17 +21,22 @@ class Applied:
 class NormNoise:
     """Noise on the live norm weights of one model.
 
-    ``norms`` maps module names to FP32 weights [H]; those whose last name part is in ``which`` get noise. Equal seed, step and
-    module name give equal noise, in the engine and the trainer, on every rank and after a restart.
+    ``norms`` maps module names to FP32 weights [H]; those whose last name part is in ``which`` get noise. Equal seed,
+    step and module name give equal noise, in the engine and the trainer, on every rank and after a restart.
     """
 
     def __init__(self, norms: Mapping[str, Tensor], which: Sequence[str], seed: int) -> None:
         self.live = {name: weight for name, weight in norms.items() if name.rpartition(".")[2] in which}
         if not self.live:
-            raise ValueError(f"noise touches no module: none of {len(norms)} norms is named {', '.join(which)}; found: {_kinds(norms)}")
+            raise ValueError(
+                f"noise touches no module: none of {len(norms)} norms is named {', '.join(which)}; "
+                f"found: {_kinds(norms)}"
+            )
         wrong = [name for name, weight in self.live.items() if weight.dtype != torch.float32]
         if wrong:
-            raise ValueError(f"{wrong[0]}: its weight is {self.live[wrong[0]].dtype}, which rounds small noise away; it must be FP32")
+            raise ValueError(
+                f"{wrong[0]}: its weight is {self.live[wrong[0]].dtype}, which rounds small noise away; it must be FP32"
+            )
         self.clean = {name: weight.detach().clone() for name, weight in self.live.items()}
         self.seed = seed
 

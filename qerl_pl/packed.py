@@ -33,8 +33,8 @@ class _PackedMatmul(torch.autograd.Function):
 class PackedLinear(nn.Linear):
     """``nn.Linear`` over the stored tensors of a :class:`QuantFormat`; it has no trainable weight.
 
-    Stored tensors are kept as integers of the same bits, so that no precision setting (``bf16-true``, ``.half()``) can cast
-    a scale. They are not part of the state dict: a checkpoint never holds the base.
+    Stored tensors are kept as integers of the same bits, so that no precision setting (``bf16-true``, ``.half()``)
+    can cast a scale. They are not part of the state dict: a checkpoint never holds the base.
     """
 
     def __init__(self, quantization: QuantFormat, stored: Mapping[str, Tensor], bias: Tensor | None = None) -> None:
@@ -65,4 +65,6 @@ class PackedLinear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, {type(self.quantization).__name__}, bias={self.bias is not None}"
+        return (
+            f"{self.in_features}, {self.out_features}, {type(self.quantization).__name__}, bias={self.bias is not None}"
+        )

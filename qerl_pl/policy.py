@@ -60,11 +60,15 @@ class Policy(nn.Module):
         mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(1)  # [B, T]
         with nullcontext() if adapter else self._base_only():
             model = self.peft.get_base_model()
-            hidden = model.model(input_ids=tokens, attention_mask=mask.long(), use_cache=False).last_hidden_state  # [B, T, H]
+            hidden = model.model(
+                input_ids=tokens, attention_mask=mask.long(), use_cache=False
+            ).last_hidden_state  # [B, T, H]
         chosen = completion_mask[:, 1:]
         hidden = hidden[:, :-1][chosen]  # [N, H]
         head = model.lm_head
-        logprobs, entropy = token_logprobs(hidden, head.weight, tokens[:, 1:][chosen], temperature, head.bias, self.chunk)
+        logprobs, entropy = token_logprobs(
+            hidden, head.weight, tokens[:, 1:][chosen], temperature, head.bias, self.chunk
+        )
         out = torch.zeros(2, *tokens.shape, device=tokens.device)
         full = out[:, :, 1:].masked_scatter(chosen.expand(2, *chosen.shape), torch.stack([logprobs, entropy]))
         full = nn.functional.pad(full, (1, 0))
@@ -94,7 +98,12 @@ def attach_adapter(base: nn.Module, spec: EngineSpec) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
-        r=spec.rank, lora_alpha=spec.alpha, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM", target_modules=list(spec.targets)
+        r=spec.rank,
+        lora_alpha=spec.alpha,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        target_modules=list(spec.targets),
     )
     peft = get_peft_model(base, config, autocast_adapter_dtype=True)
     for parameter in adapter_parameters(peft).values():
@@ -111,10 +120,14 @@ def copy_adapter(target: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> 
     """Copy matrices in place, every one of them; ValueError if names or shapes differ."""
     if target.keys() != source.keys():
         differ = sorted(target.keys() ^ source.keys())
-        raise ValueError(f"the adapter's matrices do not match the policy's: {differ[0]} (and {len(differ) - 1} more) on one side only")
+        raise ValueError(
+            f"the adapter's matrices are not the policy's: {differ[0]} (and {len(differ) - 1} more) on one side only"
+        )
     for name, tensor in source.items():
         if tensor.shape != target[name].shape:
-            raise ValueError(f"{name}: shape {tuple(tensor.shape)} where {tuple(target[name].shape)} is expected; is the rank the same?")
+            raise ValueError(
+                f"{name}: shape {tuple(tensor.shape)}, expected {tuple(target[name].shape)}; is the rank the same?"
+            )
     with torch.no_grad():
         for name, tensor in source.items():
             target[name].copy_(tensor)

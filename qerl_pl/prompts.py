@@ -18,7 +18,9 @@ def render(row: dict[str, Any], answer_format: AnswerFormat, tokenizer: Any) -> 
     if answer_format.system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": answer_format.system_prompt}, *messages]
     if tokenizer.chat_template is None:
-        raise ValueError("the model has no chat template; name an instruct model, or add chat_template.jinja to its folder")
+        raise ValueError(
+            "the model has no chat template; name an instruct model, or add chat_template.jinja to its folder"
+        )
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return Prompt(list(token_ids), text, {k: v for k, v in row.items() if k != "prompt"})
@@ -34,7 +36,8 @@ class Prompts(Sequence[Prompt]):
         if not self._prompts:
             shortest = min((len(p.token_ids) for p in everything), default=0)
             raise ValueError(
-                f"all {len(everything)} prompts are longer than max_prompt_length {max_length} (the shortest has {shortest} tokens); raise it"
+                f"all {len(everything)} prompts are longer than max_prompt_length {max_length}; "
+                f"the shortest has {shortest} tokens"
             )
 
     def __len__(self) -> int:
@@ -48,7 +51,8 @@ class Prompts(Sequence[Prompt]):
 
 
 def batch_indices(step: int, size: int, batch: int, seed: int) -> list[int]:
-    """Which of ``size`` prompts make up batch number ``step``: every epoch is a new permutation, of which a last part batch is left out.
+    """Which of ``size`` prompts make up batch number ``step``: every epoch is a new permutation, of which a last part
+    batch is left out.
 
     It depends on nothing but its arguments, so a run resumes by its step alone.
     """

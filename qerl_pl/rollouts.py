@@ -29,7 +29,9 @@ class Collector:
     scale_rewards: str = "group"
     report: Report = lambda phase, text: None
 
-    def rollout(self, prompts: Sequence[Prompt], sampling: Sampling, seeds: Sequence[int], step: int = 0) -> RolloutBatch:
+    def rollout(
+        self, prompts: Sequence[Prompt], sampling: Sampling, seeds: Sequence[int], step: int = 0
+    ) -> RolloutBatch:
         """``sampling.n`` completions of each prompt, as one batch with rewards and advantages."""
         started = time.perf_counter()
         groups = self.engine.generate([p.token_ids for p in prompts], sampling, seeds, self._progress)
@@ -53,7 +55,9 @@ class Collector:
 
 
 def collate(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> RolloutBatch:
-    """Tokens, masks and sampled log-probabilities of completions, padded on the right; rewards and advantages still to be filled in."""
+    """Tokens, masks and sampled log-probabilities of completions, padded on the right; rewards and advantages still
+    to be filled in.
+    """
     size = len(completions)
     lengths = torch.tensor([len(p.token_ids) + len(c.token_ids) for p, c in zip(prompts, completions, strict=True)])
     tokens = torch.zeros(size, int(lengths.max()), dtype=torch.long)
@@ -74,10 +78,20 @@ def collate(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Rol
 class TrainingRollouts:
     """An epoch of rollout batches, each sampled when it is asked for.
 
-    It is sized, so that Lightning does not fetch a batch ahead of the update before it. ``step`` counts the batches of the whole run.
+    It is sized, so that Lightning does not fetch a batch ahead of the update before it. ``step`` counts the batches
+    of the whole run.
     """
 
-    def __init__(self, collector: Collector, prompts: Prompts, batch: int, sampling: Sampling, seed: int, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self,
+        collector: Collector,
+        prompts: Prompts,
+        batch: int,
+        sampling: Sampling,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
         if len(prompts) < batch:
             raise ValueError(f"prompts_per_batch: {batch} is more than the {len(prompts)} training prompts; lower it")
         self.collector, self.prompts, self.batch, self.sampling, self.seed = collector, prompts, batch, sampling, seed
@@ -101,7 +115,16 @@ class TrainingRollouts:
 class EvaluationRollouts:
     """Every prompt once, ``sampling.n`` completions each, in order; the same seeds at every evaluation."""
 
-    def __init__(self, collector: Collector, prompts: Prompts, batch: int, sampling: Sampling, seed: int, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self,
+        collector: Collector,
+        prompts: Prompts,
+        batch: int,
+        sampling: Sampling,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
         self.collector, self.prompts, self.batch, self.sampling, self.seed = collector, prompts, batch, sampling, seed
         self.indices = range(rank, len(prompts), world)
 

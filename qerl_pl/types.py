@@ -39,7 +39,9 @@ class Completion:
 
 @dataclass
 class RolloutBatch:
-    """B completions with all that the loss needs. Rows of one group are adjacent. T is the longest prompt + completion."""
+    """B completions with all that the loss needs. Rows of one group are adjacent. T is the longest prompt +
+    completion.
+    """
 
     tokens: Tensor  # [B, T] int64: prompt, completion, padding on the right
     lengths: Tensor  # [B] int64: prompt + completion

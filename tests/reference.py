@@ -24,7 +24,9 @@ VOCAB, EOS, MAX_LEN = 100, 1, 256
 
 
 def write_checkpoint(folder: Path, config: Any, quantization: QuantFormat) -> dict[str, Tensor]:
-    """A random checkpoint with tokenizer in ``folder``; returns the numbers that it stands for, FP32, by Hugging Face's names."""
+    """A random checkpoint with tokenizer in ``folder``; returns the numbers that it stands for, FP32, by Hugging
+    Face's names.
+    """
     torch.manual_seed(0)
     config.update({"vocab_size": VOCAB, "eos_token_id": EOS, "bos_token_id": 0, "pad_token_id": None})
     config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
@@ -71,8 +73,12 @@ class Reference:
         missing, unexpected = model.load_state_dict(dense, strict=False)
         assert missing == ["lm_head.weight"] * config.tie_word_embeddings
         assert not unexpected
-        self.peft = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS))).to(dtype).eval()
-        self.norms = {n: m.weight for n, m in self.peft.base_model.model.named_modules() if type(m).__name__.endswith("RMSNorm")}
+        self.peft = (
+            get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS))).to(dtype).eval()
+        )
+        self.norms = {
+            n: m.weight for n, m in self.peft.base_model.model.named_modules() if type(m).__name__.endswith("RMSNorm")
+        }
         self.lora = {n.replace(".default", ""): p for n, p in self.peft.named_parameters() if "lora_" in n}
 
     @torch.no_grad()
@@ -82,7 +88,9 @@ class Reference:
             self.lora[name].copy_(value)
 
     @torch.no_grad()
-    def logprobs(self, prompt: list[int], completion: list[int], temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
+    def logprobs(
+        self, prompt: list[int], completion: list[int], temperature: float = 1.0, top_p: float = 1.0
+    ) -> Tensor:
         logits = self.peft(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float() / temperature
         ranked, order = logits.softmax(-1).sort(-1, descending=True)
         outside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, ranked.cumsum(-1) - ranked >= top_p)

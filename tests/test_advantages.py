@@ -17,7 +17,9 @@ def test_by_hand():
     assert group_advantages(rewards, groups, "none").tolist() == pytest.approx([0.75, -0.25, -0.25, -0.25, -1, 1])
     # std of 1, 0, 0, 0, 2, 4: mean 7/6, sum of squares 21 - 6 * 49/36 = 77/6, over 5
     std = math.sqrt(77 / 30)
-    assert group_advantages(rewards, groups, "batch").tolist() == pytest.approx([v / std for v in (0.75, -0.25, -0.25, -0.25, -1, 1)])
+    assert group_advantages(rewards, groups, "batch").tolist() == pytest.approx(
+        [v / std for v in (0.75, -0.25, -0.25, -0.25, -1, 1)]
+    )
 
 
 def test_equal_rewards_give_zero_also_when_their_mean_is_rounded():
@@ -38,7 +40,9 @@ def test_order_of_rows_does_not_matter():
     torch.manual_seed(0)
     rewards, groups = torch.rand(24), torch.arange(24) % 6
     order = torch.randperm(24)
-    torch.testing.assert_close(group_advantages(rewards, groups)[order], group_advantages(rewards[order], groups[order]))
+    torch.testing.assert_close(
+        group_advantages(rewards, groups)[order], group_advantages(rewards[order], groups[order])
+    )
 
 
 def test_fraction_of_groups_without_spread():

@@ -46,10 +46,10 @@ class Toy:
 
     def __init__(
         self,
-        noise: NoiseSchedule | ScheduleName = Exponential(),  # noqa: B008
-        answer_format: AnswerFormat | AnswerFormatName = ThinkAnswer(),  # noqa: B008
-        prompts: PromptSource | PromptsName = File(path="a.jsonl"),  # noqa: B008
-        rewards: list[RewardName | Reward] = [GSM8K(), Format(weight=0.1)],  # noqa: B006, B008
+        noise: NoiseSchedule | ScheduleName = Exponential(),
+        answer_format: AnswerFormat | AnswerFormatName = ThinkAnswer(),
+        prompts: PromptSource | PromptsName = File(path="a.jsonl"),
+        rewards: list[RewardName | Reward] = [GSM8K(), Format(weight=0.1)],  # noqa: B006
     ) -> None:
         self.noise, self.answer_format, self.prompts, self.rewards = noise, answer_format, prompts, rewards
 
@@ -230,15 +230,15 @@ def cli() -> Any:
     from lightning.pytorch.cli import LightningCLI
 
     class Model(LightningModule):
-        def __init__(self, noise: NoiseSchedule | ScheduleName = Exponential()) -> None:  # noqa: B008
+        def __init__(self, noise: NoiseSchedule | ScheduleName = Exponential()) -> None:
             super().__init__()
             self.noise = noise
 
     class Data(LightningDataModule):
         def __init__(
             self,
-            rewards: list[RewardName | Reward] = [GSM8K(), Format(weight=0.1)],  # noqa: B006, B008
-            answer_format: AnswerFormat | AnswerFormatName = ThinkAnswer(),  # noqa: B008
+            rewards: list[RewardName | Reward] = [GSM8K(), Format(weight=0.1)],  # noqa: B006
+            answer_format: AnswerFormat | AnswerFormatName = ThinkAnswer(),
         ) -> None:
             super().__init__()
             self.rewards, self.answer_format = rewards, answer_format

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[1]
 SECTIONS = re.split(r"^## ", (ROOT / "docs" / "extending.md").read_text(), flags=re.MULTILINE)[1:]
 RUN = [s for s in SECTIONS if "```bash" in s]
 SHORT = [
-    "--trainer.max_steps", "2", "--trainer.limit_val_batches", "0", "--data.num_generations", "2", "--trainer.enable_progress_bar", "false",
+    "--trainer.max_steps", "2", "--trainer.limit_val_batches", "0", "--data.num_generations", "2",
+    "--trainer.enable_progress_bar", "false",
 ]  # fmt: skip
 
 

@@ -15,8 +15,8 @@ from qerl_pl.lightning_cli import QeRLCLI
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 SMALL = [
-    "--data.prompts_per_batch", "4", "--data.num_generations", "4", "--data.validation.size", "16", "--data.test.size", "16",
-    "--data.train.size", "64", "--trainer.enable_progress_bar", "false",
+    "--data.prompts_per_batch", "4", "--data.num_generations", "4", "--data.validation.size", "16",
+    "--data.test.size", "16", "--data.train.size", "64", "--trainer.enable_progress_bar", "false",
 ]  # fmt: skip
 
 
@@ -76,7 +76,9 @@ def test_checkpoint_holds_no_base(finished):
     state = torch.load(path, weights_only=False)
     assert all("lora_" in name for name in state["state_dict"])
     assert state["RolloutDataModule"] == {"rollouts": 6}
-    assert path.stat().st_size < 4 * 4 * sum(t.numel() for t in state["state_dict"].values())  # weights, two moments, little else
+    assert path.stat().st_size < 4 * 4 * sum(
+        t.numel() for t in state["state_dict"].values()
+    )  # weights, two moments, little else
 
 
 def test_saved_adapter_gives_the_policys_numbers(finished):
@@ -121,7 +123,8 @@ def test_resuming_goes_on_exactly(tmp_path, stop, epoch):
                  "--model.loss.num_iterations", "1", "--model.noise.num_stages", "2")  # fmt: skip
     whole = adapter(run(tmp_path / "whole", *arguments))
     interrupted = QeRLCLI(
-        args=["--config", str(CONFIG), *SMALL, "--trainer.logger.save_dir", str(tmp_path / "parts"), *arguments], run=False
+        args=["--config", str(CONFIG), *SMALL, "--trainer.logger.save_dir", str(tmp_path / "parts"), *arguments],
+        run=False,
     )
     limit = interrupted.datamodule.completed
 
@@ -136,7 +139,8 @@ def test_resuming_goes_on_exactly(tmp_path, stop, epoch):
     assert len(rows(tmp_path / "parts")) == stop * 16
     path = next((tmp_path / "parts").rglob("last.ckpt"))
     resumed = QeRLCLI(
-        args=["--config", str(CONFIG), *SMALL, "--trainer.logger.save_dir", str(tmp_path / "resumed"), *arguments], run=False
+        args=["--config", str(CONFIG), *SMALL, "--trainer.logger.save_dir", str(tmp_path / "resumed"), *arguments],
+        run=False,
     )
     resumed.trainer.fit(resumed.model, resumed.datamodule, ckpt_path=path)
     assert [r["step"] for r in rows(tmp_path / "resumed")[::16]] == list(range(stop, 6))
@@ -154,7 +158,17 @@ def test_several_updates_of_one_batch(tmp_path):
 
 
 def test_ctrl_c_leaves_a_checkpoint(tmp_path):
-    command = [sys.executable, "-m", "qerl_pl", "fit", "--config", str(CONFIG), *SMALL, "--trainer.logger.save_dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "qerl_pl",
+        "fit",
+        "--config",
+        str(CONFIG),
+        *SMALL,
+        "--trainer.logger.save_dir",
+        str(tmp_path),
+    ]
     process = subprocess.Popen(
         [*command, "--trainer.max_steps", "1000"], cwd=CONFIG.parents[1], env=os.environ | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
@@ -171,5 +185,7 @@ def test_ctrl_c_leaves_a_checkpoint(tmp_path):
     assert list(tmp_path.rglob("adapter_model.safetensors"))
     finish = [*command, "--trainer.max_steps", str(done + 2), "--ckpt_path", str(next(tmp_path.rglob("last.ckpt")))]
     subprocess.run(finish, cwd=CONFIG.parents[1], check=True, capture_output=True, timeout=120)
-    steps = sorted({json.loads(line)["step"] for p in tmp_path.rglob("completions.jsonl") for line in p.read_text().splitlines()})
+    steps = sorted(
+        {json.loads(line)["step"] for p in tmp_path.rglob("completions.jsonl") for line in p.read_text().splitlines()}
+    )
     assert steps == list(range(done + 2))

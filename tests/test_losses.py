@@ -13,7 +13,14 @@ def surrogate(ratios, advantages, clip=(0.8, 1.28), **kwargs):
     logprobs = torch.tensor(ratios).log().unsqueeze(-1)
     ones = torch.ones_like(logprobs)
     return clipped_surrogate(
-        logprobs, torch.zeros_like(logprobs), torch.tensor(advantages), ones.bool(), ones / len(ratios), ones, clip, **kwargs
+        logprobs,
+        torch.zeros_like(logprobs),
+        torch.tensor(advantages),
+        ones.bool(),
+        ones / len(ratios),
+        ones,
+        clip,
+        **kwargs,
     )
 
 
@@ -64,7 +71,9 @@ def test_micro_batches_add_up(loss_type):
         for rows in parts:
             weights = token_weights(mask[rows], loss_type, 8, float(mask.sum()), 10)
             correction = importance_weights(old[rows], sampler[rows], mask[rows], 2.0)
-            loss, _ = clipped_surrogate(logprobs[rows], old[rows], advantages[rows], mask[rows], weights, correction, (0.8, 1.28))
+            loss, _ = clipped_surrogate(
+                logprobs[rows], old[rows], advantages[rows], mask[rows], weights, correction, (0.8, 1.28)
+            )
             total += torch.autograd.grad(loss, logprobs)[0]
         return total
 

@@ -65,7 +65,9 @@ def test_the_global_generator_is_left_alone():
 
 
 def test_no_module_is_an_error():
-    with pytest.raises(ValueError, match="noise touches no module: none of 9 norms is named ln_1; found: input_layernorm, norm"):
+    with pytest.raises(
+        ValueError, match=r"noise touches no module: none of 9 norms is named ln_1; found: input_layernorm, norm"
+    ):
         NormNoise(norms(), ("ln_1",), 0)
 
 

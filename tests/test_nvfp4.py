@@ -6,7 +6,9 @@ import torch
 from registry.quantization import BF16, FORMATS, NVFP4
 from registry.quantization.nvfp4 import E2M1, round_to_e2m1
 
-compressed_tensors = pytest.importorskip("compressed_tensors", reason="needs compressed-tensors: pip install llmcompressor")
+compressed_tensors = pytest.importorskip(
+    "compressed_tensors", reason="needs compressed-tensors: pip install llmcompressor"
+)
 
 
 def scheme():
@@ -31,7 +33,13 @@ def test_by_hand():
     assert stored["weight_global_scale"].tolist() == [224.0]
     assert stored["weight_scale"].float().tolist() == [[448.0]]
     # In steps of 2: 6, -4, 3, 2, 1.5, -1, 0.5, 0.2 -> 0, 1.25 -> 1 (a tie goes to the even code)
-    assert stored["weight_packed"][0, :5].tolist() == [0x7 | 0xE << 4, 0x5 | 0x4 << 4, 0x3 | 0xA << 4, 0x1 | 0x0 << 4, 0x2]
+    assert stored["weight_packed"][0, :5].tolist() == [
+        0x7 | 0xE << 4,
+        0x5 | 0x4 << 4,
+        0x3 | 0xA << 4,
+        0x1 | 0x0 << 4,
+        0x2,
+    ]
     back = NVFP4().dequantize(stored, torch.float32)
     assert back[0, :9].tolist() == [12.0, -8.0, 6.0, 4.0, 3.0, -2.0, 1.0, 0.0, 2.0]
 
@@ -71,7 +79,9 @@ def test_quantization_is_that_of_compressed_tensors():
     groups = weight.reshape(32, 4, 16)
     divisor = generate_gparam(weight.min(), weight.max())
     scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme().weights, divisor)
-    reference = NVFP4PackedCompressor.compress({"weight": weight, "weight_scale": scale, "weight_global_scale": divisor}, scheme())
+    reference = NVFP4PackedCompressor.compress(
+        {"weight": weight, "weight_scale": scale, "weight_global_scale": divisor}, scheme()
+    )
     stored = NVFP4().quantize([weight])[0]
     assert torch.equal(stored["weight_global_scale"], divisor)
     assert torch.equal(stored["weight_scale"].view(torch.uint8), reference["weight_scale"].view(torch.uint8))

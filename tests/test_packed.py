@@ -55,11 +55,15 @@ def test_backward_saves_no_dense_weight():
     saved, y = saved_by(packed)
     assert 512 * 512 not in saved
     gc.collect()  # nor does anything else keep a dense weight alive between forward and backward
-    assert not [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.is_floating_point() and o.numel() == 512 * 512]
+    assert not [
+        o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.is_floating_point() and o.numel() == 512 * 512
+    ]
     y.sum().backward()
 
 
-@pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.double(), lambda m: m.to(torch.bfloat16)])
+@pytest.mark.parametrize(
+    "cast", [lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.double(), lambda m: m.to(torch.bfloat16)]
+)
 def test_no_cast_reaches_the_scales(cast):
     packed, _ = pair(NVFP4())
     before = {k: t.clone() for k, t in packed.stored().items()}

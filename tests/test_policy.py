@@ -15,7 +15,11 @@ LENGTHS = torch.tensor([8, 5])
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0, 0, 0]], dtype=torch.bool)
 
 
-@pytest.fixture(scope="module", params=[(qwen2, NVFP4()), (llama, NVFP4()), (qwen2, BF16())], ids=["qwen2-nvfp4", "llama-nvfp4", "qwen2-bf16"])
+@pytest.fixture(
+    scope="module",
+    params=[(qwen2, NVFP4()), (llama, NVFP4()), (qwen2, BF16())],
+    ids=["qwen2-nvfp4", "llama-nvfp4", "qwen2-bf16"],
+)
 def case(request, tmp_path_factory):
     make, format_ = request.param
     folder = tmp_path_factory.mktemp("policy") / "model"
@@ -52,11 +56,13 @@ def test_logprobs_and_every_gradient(case):
 
 
 def test_gradient_checkpointing_changes_nothing(case):
-    policy, reference, folder, format_ = case
+    policy, _, folder, format_ = case
     other = Policy(EngineSpec(folder, format_, RANK, ALPHA, TARGETS), gradient_checkpointing=True).train()
     copy_adapter(other.adapter_parameters(), policy.adapter_parameters())
     name = "base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight"
-    grads = [torch.autograd.grad(p(TOKENS, LENGTHS, MASK)[0].sum(), p.adapter_parameters()[name])[0] for p in (policy, other)]
+    grads = [
+        torch.autograd.grad(p(TOKENS, LENGTHS, MASK)[0].sum(), p.adapter_parameters()[name])[0] for p in (policy, other)
+    ]
     torch.testing.assert_close(grads[0], grads[1])
 
 

@@ -1,4 +1,4 @@
-"""The transformers engine against Hugging Face + PEFT, and its sampling against the distribution it should draw from."""
+"""The transformers engine against Hugging Face + PEFT; its sampling against the distribution it should draw from."""
 
 import pytest
 import torch

@@ -612,7 +612,7 @@ def test_importing_and_constructing_does_not_import_vllm() -> None:
 
 
 def test_cuda_settings() -> None:
-    engine = VLLMEngine(max_num_seqs=100)
+    engine = VLLMEngine(max_model_len=4096, max_num_seqs=100)
     engine._cuda = True
     spec = EngineSpec(Path("x"), NVFP4(), 12, 16.0, TARGETS, dtype="bfloat16", device="cuda")
     settings = engine._settings(spec)

@@ -7,4 +7,11 @@ from qerl_pl.callbacks.progress import PhaseProgressBar
 from qerl_pl.callbacks.sync import AdapterSync
 from qerl_pl.callbacks.tensorboard import OneScreen
 
-__all__ = ["AdapterFolder", "AdapterSync", "AdaptiveQuantizationNoise", "CompletionsTable", "OneScreen", "PhaseProgressBar"]
+__all__ = [
+    "AdapterFolder",
+    "AdapterSync",
+    "AdaptiveQuantizationNoise",
+    "CompletionsTable",
+    "OneScreen",
+    "PhaseProgressBar",
+]

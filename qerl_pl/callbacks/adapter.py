@@ -17,7 +17,11 @@ class AdapterFolder(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """``last.ckpt`` of the state as it is, so that ``--ckpt_path last`` goes on after the last finished update."""
-        if trainer.state.fn == "fit" and getattr(pl_module, "policy", None) is not None and trainer.checkpoint_callback is not None:
+        if (
+            trainer.state.fn == "fit"
+            and getattr(pl_module, "policy", None) is not None
+            and trainer.checkpoint_callback is not None
+        ):
             folder = Path(trainer.checkpoint_callback.dirpath or run_folder(trainer) / "checkpoints")  # type: ignore[attr-defined]
             trainer.save_checkpoint(folder / "last.ckpt")
 

@@ -14,7 +14,8 @@ from qerl_pl.types import RolloutBatch
 class CompletionsTable(Callback):
     """Appends every completion to ``completions.jsonl`` in the run's folder, and shows some in TensorBoard.
 
-    A line has step, prompt, completion, finished, reward, rewards (by name; null where one abstained), advantage and the data columns.
+    A line has step, prompt, completion, finished, reward, rewards (by name; null where one abstained), advantage and
+    the data columns.
 
     Args:
         every: rollout batches between two that are written.
@@ -31,12 +32,24 @@ class CompletionsTable(Callback):
             self._write(trainer, batch, "train")
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: RolloutBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self._write(trainer, batch, "validation")
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: RolloutBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self._write(trainer, batch, "test")
 

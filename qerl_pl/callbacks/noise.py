@@ -15,11 +15,15 @@ from registry.noise import NoiseSchedule
 class AdaptiveQuantizationNoise(Callback):
     """Puts noise on the sampler's norm weights for each rollout batch, and takes it back for every evaluation.
 
-    With ``in_trainer`` the trainer's log-probabilities of a batch are computed under the noise it was sampled with. ``noise/kl`` is
-    the KL divergence per token that the noise causes: computed by the trainer on up to ``probe`` completions of the batch.
+    With ``in_trainer`` the trainer's log-probabilities of a batch are computed under the noise it was sampled with.
+    ``noise/kl`` is the KL divergence per token that the noise causes: computed by the trainer on up to ``probe``
+    completions of the
+    batch.
     """
 
-    def __init__(self, schedule: NoiseSchedule, norms: Sequence[str], in_trainer: bool, seed: int, probe: int = 8) -> None:
+    def __init__(
+        self, schedule: NoiseSchedule, norms: Sequence[str], in_trainer: bool, seed: int, probe: int = 8
+    ) -> None:
         self.schedule, self.norms, self.in_trainer, self.seed, self.probe = schedule, norms, in_trainer, seed, probe
         self.applied = Applied(0, 0.0, 0.0)
 
@@ -30,7 +34,9 @@ class AdaptiveQuantizationNoise(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._apply(trainer, pl_module)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: RolloutBatch, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: RolloutBatch, batch_idx: int
+    ) -> None:
         metrics = {
             "noise/sigma": self.applied.sigma, "noise/realised_sigma": self.applied.realised, "noise/modules": self.applied.modules,
             "noise/kl": self._kl(pl_module, batch),

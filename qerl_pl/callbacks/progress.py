@@ -7,8 +7,11 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+
 class PhaseProgressBar(TQDMProgressBar):
-    """Shows the phase (rollout, reward, update), tokens/s while sampling, and the reward. Where the output is no terminal: a line a step."""
+    """Shows the phase (rollout, reward, update), tokens/s while sampling, and the reward. Where the output is no
+    terminal: a line a step.
+    """
 
     def __init__(self, refresh_rate: int = 1, leave: bool = True) -> None:
         super().__init__(refresh_rate=refresh_rate, leave=leave)
@@ -44,7 +47,9 @@ class PhaseProgressBar(TQDMProgressBar):
         names = {"reward": "reward", "tokens_per_second/rollout": "tok/s", "validation/pass@1": "pass@1"}
         return {short: f"{float(logged[name]):.4g}" for name, short in names.items() if name in logged}
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if not sys.stderr.isatty():
             values = "  ".join(f"{k} {v}" for k, v in self.get_metrics(trainer, pl_module).items())

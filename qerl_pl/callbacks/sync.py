@@ -13,7 +13,8 @@ from qerl_pl.types import RolloutBatch
 class AdapterSync(Callback):
     """Copies the LoRA matrices into the running engine before its first and after every update.
 
-    After each copy the engine's matrices are read back and compared; a difference beyond the engine's rounding stops the run.
+    After each copy the engine's matrices are read back and compared; a difference beyond the engine's rounding stops
+    the run.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -44,11 +45,17 @@ def deliver(trainer: Trainer, pl_module: LightningModule) -> float:
 def check_delivery(sent: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> float:
     """Largest ‖held − sent‖ / ‖sent‖ over the matrices. RuntimeError above 1 %: BF16 rounding stays below 0.4 %."""
     if sent.keys() != held.keys():
-        raise RuntimeError(f"the engine holds {len(held)} LoRA matrices, {len(sent)} were delivered; it would sample from another policy")
+        raise RuntimeError(
+            f"the engine holds {len(held)} LoRA matrices, {len(sent)} were sent; it would sample from another policy"
+        )
     worst = 0.0
     for name, tensor in sent.items():
-        error = float(torch.linalg.vector_norm(held[name].to(tensor) - tensor) / torch.linalg.vector_norm(tensor).clamp(min=1e-12))
+        error = float(
+            torch.linalg.vector_norm(held[name].to(tensor) - tensor) / torch.linalg.vector_norm(tensor).clamp(min=1e-12)
+        )
         if not error <= 0.01:
-            raise RuntimeError(f"the engine's {name} differs from the policy's by {error:.1%}; it would sample from another policy")
+            raise RuntimeError(
+                f"the engine's {name} differs from the policy's by {error:.1%}; it would sample from another policy"
+            )
         worst = max(worst, error)
     return worst

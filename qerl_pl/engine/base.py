@@ -57,8 +57,9 @@ class Engine(ABC):
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy LoRA matrices into the running engine.
 
-        ``tensors`` has PEFT's names, as in a saved adapter: ``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`` [rank, in],
-        ``...lora_B.weight`` [out, rank]. B is not yet multiplied by alpha / rank.
+        ``tensors`` has PEFT's names, as in a saved adapter:
+        ``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`` [rank, in], ``...lora_B.weight`` [out,
+        rank]. B is not yet multiplied by alpha / rank.
         """
 
     @abstractmethod
@@ -67,7 +68,9 @@ class Engine(ABC):
 
     @abstractmethod
     def norms(self) -> dict[str, Tensor]:
-        """The live FP32 weights of all RMSNorms, by module name (``model.layers.0.input_layernorm``), to be written in place."""
+        """The live FP32 weights of all RMSNorms, by module name (``model.layers.0.input_layernorm``), to be written
+        in place.
+        """
 
     @abstractmethod
     def refresh(self) -> None:
@@ -83,7 +86,9 @@ def stop_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:
     listed = json.loads(config.read_text()).get("eos_token_id") if config.is_file() else None
     ids = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
     if not ids:
-        raise ValueError(f"{folder}: neither tokenizer nor generation_config.json names an end token; completions would never end")
+        raise ValueError(
+            f"{folder}: neither tokenizer nor generation_config.json names an end token; completions would never end"
+        )
     return frozenset(ids)
 
 

@@ -74,13 +74,19 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], progress: Progress | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        progress: Progress | None = None,
     ) -> list[list[Completion]]:
         started, told, done = time.perf_counter(), 0.0, 0
         tokens, out = 0, []
         at_once = max(1, self.max_batch // sampling.n)
         for first in range(0, len(prompts), at_once):
-            batch = _Batch(self._model, prompts[first : first + at_once], sampling, seeds[first : first + at_once], self._stop)
+            batch = _Batch(
+                self._model, prompts[first : first + at_once], sampling, seeds[first : first + at_once], self._stop
+            )
             for _ in range(sampling.max_tokens):
                 tokens += batch.step()
                 now = time.perf_counter()
@@ -98,7 +104,12 @@ class _Batch:
     """Completions that are sampled together. Finished rows leave the batch once they are half of it."""
 
     def __init__(
-        self, model: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], stop: frozenset[int]
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        stop: frozenset[int],
     ) -> None:
         self.model, self.sampling = model, sampling
         device = model.lm_head.weight.device
@@ -108,9 +119,12 @@ class _Batch:
         self.done = [False] * self.size
         self.rows = list(range(self.size))  # which completion each row of the batch is
         self.stop = torch.tensor(sorted(stop), device=device)
-        # One uniform number a token, drawn ahead from the row's own generator: what a row samples does not depend on its neighbours.
+        # One uniform number a token, drawn ahead from the row's own generator: what a row samples does not depend on
+        # its neighbours.
         draws = [
-            torch.rand(sampling.max_tokens, generator=torch.Generator().manual_seed(derive_seed(seed, i)), dtype=torch.float64)
+            torch.rand(
+                sampling.max_tokens, generator=torch.Generator().manual_seed(derive_seed(seed, i)), dtype=torch.float64
+            )
             for seed in seeds
             for i in range(sampling.n)
         ]
@@ -163,7 +177,11 @@ class _Batch:
                 setattr(self, name, getattr(self, name)[keep])
         self.mask = nn.functional.pad(self.mask, (0, 1), value=1)
         output = self.model.model(
-            input_ids=self.last.unsqueeze(1), attention_mask=self.mask, position_ids=self.position, past_key_values=self.cache, use_cache=True
+            input_ids=self.last.unsqueeze(1),
+            attention_mask=self.mask,
+            position_ids=self.position,
+            past_key_values=self.cache,
+            use_cache=True,
         )
         self.hidden = output.last_hidden_state[:, -1]
         self.position = self.position + 1
@@ -175,9 +193,11 @@ class _Batch:
 
 
 def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Tokens [B] and their log-probabilities [B] from logits [B, V] by inverting the distribution function at uniform [B] in [0, 1).
+    """Tokens [B] and their log-probabilities [B] from logits [B, V] by inverting the distribution function at uniform
+    [B] in [0, 1).
 
-    Temperature 0 takes the most probable token. Log-probabilities are those of the distribution drawn from (at temperature 0: of the model).
+    Temperature 0 takes the most probable token. Log-probabilities are those of the distribution drawn from (at
+    temperature 0: of the model).
     """
     if sampling.temperature == 0:
         logprobs = logits.log_softmax(-1)

@@ -25,7 +25,8 @@ class VLLMEngine(Engine):
     Adapter, norm weights and prefix cache are the only state that changes after ``start``.
 
     Args:
-        max_model_len: Longest prompt + completion, in tokens; by default what the data module asks for, and the model allows.
+        max_model_len: Longest prompt + completion, in tokens; by default what the data module asks for, and the model
+            allows.
         max_num_seqs: Completions sampled at the same time.
         memory_fraction: Share of the GPU's memory for weights and KV cache, unless ``kv_cache_gb`` is given.
         kv_cache_gb: Size of the KV cache in GiB. On the CPU 1 if not given.
@@ -58,7 +59,6 @@ class VLLMEngine(Engine):
             return
         _check(spec)
         self._spec = spec
-        self._limit = self.max_model_len or _max_length(spec)
         self._cuda = torch.device(spec.device).type == "cuda"
         vllm_compat.prepare(self._cuda)
         dtype = getattr(torch, spec.dtype)
@@ -85,7 +85,7 @@ class VLLMEngine(Engine):
         settings: dict[str, Any] = {
             "model": str(spec.folder),
             "dtype": spec.dtype,
-            "max_model_len": self._limit,
+            "max_model_len": self.max_model_len or _max_length(spec),
             "max_num_seqs": self.max_num_seqs,
             "gpu_memory_utilization": self.memory_fraction,
             "enforce_eager": eager,
@@ -140,13 +140,14 @@ class VLLMEngine(Engine):
     def _check_call(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> None:
         if len(prompts) != len(seeds):
             raise ValueError(f"{len(prompts)} prompts need as many seeds, got {len(seeds)}")
-        longest = self._limit - sampling.max_tokens
-        vocabulary = self._llm.llm_engine.model_config.get_vocab_size()  # vLLM lets the id behind the last pass
+        model = self._llm.llm_engine.model_config
+        longest = model.max_model_len - sampling.max_tokens
+        vocabulary = model.get_vocab_size()  # vLLM lets the id behind the last pass
         for i, prompt in enumerate(prompts):
             if not 0 < len(prompt) <= longest:
                 raise ValueError(
                     f"prompt {i} has {len(prompt)} tokens; 1 to {longest} are possible with "
-                    f"max_tokens={sampling.max_tokens} and max_model_len={self._limit}: raise the engine's "
+                    f"max_tokens={sampling.max_tokens} and max_model_len={model.max_model_len}: raise the engine's "
                     "max_model_len, or drop long prompts"
                 )
             if not 0 <= min(prompt) <= max(prompt) < vocabulary:

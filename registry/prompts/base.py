@@ -10,7 +10,8 @@ from registry._registry import Name, Registry
 class PromptSource(ABC):
     """A sized, ordered set of problems.
 
-    A row is a dict with ``prompt`` (a string, or chat messages) and any other columns, ``answer`` among them; rewards read those.
+    A row is a dict with ``prompt`` (a string, or chat messages) and any other columns, ``answer`` among them; rewards
+    read those.
     """
 
     @abstractmethod

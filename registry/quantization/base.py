@@ -13,8 +13,8 @@ from registry._registry import Name, Registry
 class QuantFormat(ABC):
     """How a frozen linear weight ``[out, in]`` is stored, and how it becomes numbers again.
 
-    The stored tensors have the names and layouts of the checkpoint (``weight_packed``, ``weight_scale``, ...), so that reading
-    and writing a checkpoint is no conversion.
+    The stored tensors have the names and layouts of the checkpoint (``weight_packed``, ``weight_scale``, ...), so
+    that reading and writing a checkpoint is no conversion.
     """
 
     group_size: ClassVar[int] = 1
@@ -37,7 +37,9 @@ class QuantFormat(ABC):
 
     @abstractmethod
     def quantize(self, weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """Round weights ``[out_i, in]`` to nearest. They belong together: an engine fuses them, so they share what must be shared."""
+        """Round weights ``[out_i, in]`` to nearest. They belong together: an engine fuses them, so they share what
+        must be shared.
+        """
 
     @abstractmethod
     def dequantize(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -47,7 +49,8 @@ class QuantFormat(ABC):
         """Raise ValueError if a weight with this input dimension cannot be stored."""
         if in_features % self.group_size:
             raise ValueError(
-                f"{name}: input dimension {in_features} is not a multiple of {self.group_size}, which {type(self).__name__} needs; "
+                f"{name}: input dimension {in_features} is not a multiple of {self.group_size}, "
+                f"which {type(self).__name__} needs; "
                 "use quantization: bf16 or another model"
             )
 

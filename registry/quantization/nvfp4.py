@@ -1,4 +1,6 @@
-"""NVFP4: 4-bit floats with two levels of scales (paper Eq. 6; the compressed-tensors layout ``nvfp4-pack-quantized``)."""
+"""NVFP4: 4-bit floats with two levels of scales (paper Eq. 6; the compressed-tensors layout ``nvfp4-pack-
+quantized``).
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -37,7 +39,8 @@ def round_to_e2m1(x: Tensor) -> Tensor:
 class NVFP4(QuantFormat):
     """E2M1 weights, one E4M3 scale for 16 of them along the input, one FP32 global scale: Ŵ = S_FP32 · (S_E4M3 ⊙ W̃).
 
-    The stored global scale is the divisor 448·6 / max|W|, as in compressed-tensors; weights that the engine fuses share it.
+    The stored global scale is the divisor 448·6 / max|W|, as in compressed-tensors; weights that the engine fuses
+    share it.
     """
 
     group_size: ClassVar[int] = 16
@@ -67,7 +70,9 @@ class NVFP4(QuantFormat):
 
     def quantize(self, weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         largest = torch.stack([w.abs().max() for w in weights]).max().float()
-        divisor = (E4M3_MAX * E2M1_MAX / largest.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(posinf=1.0).reshape(1)
+        divisor = (
+            (E4M3_MAX * E2M1_MAX / largest.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(posinf=1.0).reshape(1)
+        )
         return [self._quantize(w.float(), divisor) for w in weights]
 
     def _quantize(self, weight: Tensor, divisor: Tensor) -> dict[str, Tensor]:
@@ -77,7 +82,11 @@ class NVFP4(QuantFormat):
         step = (scale.float() / divisor).unsqueeze(-1)
         # Groups whose scale underflows to zero have all codes 0.
         code = round_to_e2m1(torch.where(step > 0, groups / step, 0.0)).reshape(rows, columns)
-        return {"weight_packed": code[:, 0::2] | (code[:, 1::2] << 4), "weight_scale": scale, "weight_global_scale": divisor.clone()}
+        return {
+            "weight_packed": code[:, 0::2] | (code[:, 1::2] << 4),
+            "weight_scale": scale,
+            "weight_global_scale": divisor.clone(),
+        }
 
     def dequantize(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         packed, scale = stored["weight_packed"], stored["weight_scale"]
