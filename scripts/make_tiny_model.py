@@ -153,7 +153,7 @@ def train(
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
     optimizers = (
-        torch.optim.Muon(matrices, lr=MUON_LR * lr_factor, weight_decay=0.01),
+        torch.optim.Muon(matrices, lr=MUON_LR * lr_factor, weight_decay=0.1),
         torch.optim.AdamW(others, lr=ADAM_LR * lr_factor, betas=(0.9, 0.95), weight_decay=0.01),
     )
     schedules = [
