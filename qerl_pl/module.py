@@ -193,26 +193,35 @@ class QeRLModule(LightningModule):
         """One optimizer step on the given completions."""
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert self.policy is not None
+        parameters = list(self.policy.adapter_parameters().values())
         optimizer.zero_grad()  # type: ignore[union-attr]
         counted = mask[rows]
         counts = self._mean_over_ranks(torch.stack([counted.any(-1).sum(), counted.sum()]).float())
         max_length = self._sampling.max_tokens
         total = torch.zeros((), device=self.device)
-        for micro in self._micro_batches(batch, rows):
-            part = batch.rows(micro)
-            logprobs, entropy = self.policy(part.tokens, part.lengths, part.completion_mask, part.temperature)
-            before = logprobs.detach() if old is None else old[micro, : logprobs.shape[1]]
-            keep = mask[micro, : logprobs.shape[1]]
-            weights = token_weights(keep, self.loss.loss_type, float(counts[0]), float(counts[1]), max_length)
-            correction = importance_weights(before, part.sampler_logprobs, keep, self.loss.importance_cap)
-            base = None if reference is None else reference[micro, : logprobs.shape[1]]
-            loss, metrics = clipped_surrogate(
-                logprobs, before, part.advantages, keep, weights, correction, self.loss.clip, self.loss.beta, base
-            )
-            self.manual_backward(loss)
-            total += loss.detach()
-            self._record(part, before, entropy, metrics, keep)
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.adapter_parameters().values(), self.max_grad_norm)
+        # Without a KL term a completion whose advantage is 0 has no gradient: it is measured, but not differentiated.
+        learn = (batch.advantages[rows.to(self.device)] != 0).cpu() | bool(self.loss.beta)
+        for chosen, with_grad in ((rows[learn], True), (rows[~learn], False)):
+            for micro in self._micro_batches(batch, chosen):
+                part = batch.rows(micro)
+                with torch.set_grad_enabled(with_grad):
+                    logprobs, entropy = self.policy(part.tokens, part.lengths, part.completion_mask, part.temperature)
+                width = logprobs.shape[1]
+                before = logprobs.detach() if old is None else old[micro, :width]
+                keep = mask[micro, :width]
+                weights = token_weights(keep, self.loss.loss_type, float(counts[0]), float(counts[1]), max_length)
+                correction = importance_weights(before, part.sampler_logprobs, keep, self.loss.importance_cap)
+                base = None if reference is None else reference[micro, :width]
+                loss, metrics = clipped_surrogate(
+                    logprobs, before, part.advantages, keep, weights, correction, self.loss.clip, self.loss.beta, base
+                )
+                if with_grad:
+                    self.manual_backward(loss)
+                total += loss.detach()
+                self._record(part, before, entropy, metrics, keep)
+        for parameter in parameters:  # also where no completion teaches anything, so that every step is a step
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
         if not torch.isfinite(norm):
             raise RuntimeError(
                 f"gradient norm is {norm.item()} at rollout {batch.step}; lower the learning rate or check the rewards"
