@@ -1,7 +1,6 @@
 """How much a policy learns: pass@1 on the test prompts before and after ``fit``, for several seeds.
 
-    python benchmarks/learning.py --seeds 0 1 2 --output benchmarks/results/cpu/learning.json -- --config
-    configs/tiny.yaml
+    python benchmarks/learning.py --seeds 0 1 2 --output OUT.json -- --config configs/tiny.yaml
 
 Arguments behind ``--`` are those of ``qerl-pl fit``. Each seed runs in a process of its own.
 """
@@ -9,6 +8,7 @@ Arguments behind ``--`` are those of ``qerl-pl fit``. Each seed runs in a proces
 import argparse
 import json
 import multiprocessing
+import os
 import resource
 import sys
 from pathlib import Path
@@ -16,8 +16,9 @@ from typing import Any
 
 from machine import describe
 
-CURVES = ("reward", "validation/pass@1", "entropy", "noise/sigma", "noise/kl", "sampling/logp_difference/mean", "sampling/kl",
-          "grad_norm", "completions/mean_length", "tokens_per_second/rollout", "step_time/rollout", "step_time/update")  # fmt: skip
+CURVES = ("reward", "validation/pass@1", "entropy", "noise/sigma", "noise/kl", "sampling/logp_difference/mean",
+          "sampling/kl", "grad_norm", "completions/mean_length", "tokens_per_second/rollout",
+          "step_time/rollout", "step_time/update")  # fmt: skip
 
 
 def run(seed: int, args: list[str]) -> dict[str, Any]:
@@ -32,9 +33,10 @@ def run(seed: int, args: list[str]) -> dict[str, Any]:
     events = EventAccumulator(str(learned.folder), size_guidance={"scalars": 0}).Reload()
     recorded = set(events.Tags()["scalars"])
     row = {
-        "seed": seed, "problems": learned.problems, "before": learned.before, "after": learned.after, "fit_seconds": round(learned.seconds, 1),
+        "seed": seed, "problems": learned.problems, "before": learned.before, "after": learned.after,
+        "fit_seconds": round(learned.seconds, 1),
         "peak_process_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
-        "curves": {name: [[e.step, round(e.value, 6)] for e in events.Scalars(name)] for name in CURVES if name in recorded},
+        "curves": {n: [[e.step, round(e.value, 6)] for e in events.Scalars(n)] for n in CURVES if n in recorded},
     }  # fmt: skip
     if torch.cuda.is_available():
         row["peak_torch_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
@@ -49,6 +51,7 @@ def main() -> None:
     parser.add_argument("fit", nargs=argparse.REMAINDER, help="-- and the arguments of qerl-pl fit")
     options = parser.parse_args()
     args = options.fit[1:] if options.fit[:1] == ["--"] else options.fit
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the command line does
     rows = []
     for seed in options.seeds:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -61,7 +64,8 @@ def main() -> None:
     for r in rows:
         (b, bw), (a, aw) = r["before"], r["after"]
         print(
-            f"| {r['seed']} | {r['problems']} | {b:.1%} ± {bw:.1%} | {a:.1%} ± {aw:.1%} | {r['fit_seconds']:.0f} | {r['peak_process_gb']} |"
+            f"| {r['seed']} | {r['problems']} | {b:.1%} ± {bw:.1%} | {a:.1%} ± {aw:.1%} "
+            f"| {r['fit_seconds']:.0f} | {r['peak_process_gb']} |"
         )
 
 

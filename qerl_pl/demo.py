@@ -50,16 +50,12 @@ def demo(args: Sequence[str] = ()) -> None:
 
     Its test problems are met nowhere else: neither in training nor in a choice of settings.
     """
-    print(
-        "qerl-pl demo: a model of 1.1 M parameters in NVFP4 learns arithmetic word problems by RL (LoRA, AQN)."
-    )
+    print("qerl-pl demo: a model of 1.1 M parameters in NVFP4 learns arithmetic word problems by RL (LoRA, AQN).")
     learned = learn(["--config", str(CONFIG), *args])
     folder, (after, width) = learned.folder, learned.after
     print(f"curves:  tensorboard --logdir {folder}")
     print(f"adapter: {folder / 'adapter'} (a PEFT folder)")
-    print(
-        f"samples: {folder / 'completions.jsonl'} (training), {folder / 'completions-test.jsonl'} (held-out)"
-    )
+    print(f"samples: {folder / 'completions.jsonl'} (training), {folder / 'completions-test.jsonl'} (held-out)")
     print(
         f"demo: pass@1 {learned.before[0]:.3f} -> {after:.3f} "
         f"(95% {after - width:.3f}-{after + width:.3f}), {learned.seconds:.0f} s"

@@ -38,9 +38,11 @@ class AdaptiveQuantizationNoise(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: RolloutBatch, batch_idx: int
     ) -> None:
         metrics = {
-            "noise/sigma": self.applied.sigma, "noise/realised_sigma": self.applied.realised, "noise/modules": self.applied.modules,
+            "noise/sigma": self.applied.sigma,
+            "noise/realised_sigma": self.applied.realised,
+            "noise/modules": self.applied.modules,
             "noise/kl": self._kl(pl_module, batch),
-        }  # fmt: skip
+        }
         pl_module.log_dict({k: float(v) for k, v in metrics.items()}, batch_size=len(batch))
         if self.in_trainer:
             self.trainer.apply(self.applied.sigma, batch.step)

@@ -54,8 +54,8 @@ class NVFP4(QuantFormat):
         }  # fmt: skip
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None,
                  "format": "nvfp4-pack-quantized"}  # fmt: skip
-        return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status": "compressed",
-                "ignore": ["lm_head"], "config_groups": {"group_0": group}}  # fmt: skip
+        return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+                "quantization_status": "compressed", "ignore": ["lm_head"], "config_groups": {"group_0": group}}  # fmt: skip
 
     def layout(self, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {
