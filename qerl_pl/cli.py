@@ -26,7 +26,7 @@ Set QERL_PL_DEBUG=1 to see tracebacks behind one-line errors."""
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point. Help is printed before anything heavy is imported."""
-    # OpenMP's threads wait for each other by spinning; beside another busy process that stalls small models for seconds.
+    # OpenMP's threads wait for each other by spinning; beside a busy process that stalls small models for seconds.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     sys.path.insert(0, os.getcwd())  # so that a component in a file beside the config is found by its import path
     if args is not None:

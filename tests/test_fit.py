@@ -150,8 +150,8 @@ def test_resuming_goes_on_exactly(tmp_path, stop, epoch):
 
 
 def test_several_updates_of_one_batch(tmp_path):
-    cli = run(tmp_path, "--trainer.max_steps", "8", "--model.loss.num_iterations", "2",
-              "--model.loss.num_minibatches", "2", "--trainer.val_check_interval", "100", "--model.noise", "none")  # fmt: skip
+    passes = ("--model.loss.num_iterations", "2", "--model.loss.num_minibatches", "2", "--model.noise", "none")
+    cli = run(tmp_path, "--trainer.max_steps", "8", "--trainer.val_check_interval", "100", *passes)
     assert cli.trainer.global_step == 8
     assert cli.model.total_rollouts == 2
     assert len(rows(tmp_path)) == 2 * 16

@@ -75,7 +75,7 @@ def test_bf16_norms_are_refused():
     # In BF16 a weight in [1, 2) keeps nothing of σ = 5e-4.
     weight = torch.full((4096,), 1.5, dtype=torch.bfloat16)
     assert (weight + 5e-4 * torch.randn(4096).bfloat16() != weight).float().mean() < 0.01
-    with pytest.raises(ValueError, match="torch.bfloat16, which rounds small noise away"):
+    with pytest.raises(ValueError, match=r"torch\.bfloat16, which rounds small noise away"):
         NormNoise(norms(dtype=torch.bfloat16), WHICH, 0)
 
 

@@ -49,13 +49,24 @@ class NVFP4(QuantFormat):
     @property
     def config(self) -> dict[str, Any] | None:
         weights = {
-            "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
-            "dynamic": False, "observer": "minmax", "scale_dtype": "torch.float8_e4m3fn",
-        }  # fmt: skip
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None,
-                 "format": "nvfp4-pack-quantized"}  # fmt: skip
-        return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
-                "quantization_status": "compressed", "ignore": ["lm_head"], "config_groups": {"group_0": group}}  # fmt: skip
+            "num_bits": 4,
+            "type": "float",
+            "strategy": "tensor_group",
+            "group_size": 16,
+            "symmetric": True,
+            "dynamic": False,
+            "observer": "minmax",
+            "scale_dtype": "torch.float8_e4m3fn",
+        }
+        layout = "nvfp4-pack-quantized"
+        group = {"targets": ["Linear"], "weights": weights, "format": layout}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": layout,
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {"group_0": group | {"input_activations": None, "output_activations": None}},
+        }
 
     def layout(self, out_features: int, in_features: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {
