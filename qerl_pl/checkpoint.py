@@ -60,7 +60,7 @@ class Weights(Mapping[str, Tensor]):
             raise ValueError(
                 f"{folder}: neither model.safetensors nor model.safetensors.index.json; save the model as safetensors"
             )
-        self._file = {}
+        self._file: dict[str, Any] = {}
         for name in names:
             handle = safe_open(folder / name, framework="pt")
             self._file |= dict.fromkeys(handle.keys(), handle)

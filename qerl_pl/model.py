@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +50,7 @@ def build_model(
     return model.to(device).requires_grad_(False).eval()
 
 
-def rms_norms(model: nn.Module) -> dict[str, nn.Module]:
+def rms_norms(model: nn.Module) -> dict[str, Any]:
     """All RMSNorms by module name."""
     return {name: module for name, module in model.named_modules() if _is_norm(module)}
 

@@ -16,8 +16,8 @@ from qerl_pl.batching import micro_batches, minibatches
 from qerl_pl.callbacks import AdapterSync, AdaptiveQuantizationNoise
 from qerl_pl.checkpoint import prepare, resolve
 from qerl_pl.engine.base import EngineSpec
-from qerl_pl.losses import Loss, clipped_surrogate, importance_weights, k3, token_weights
-from qerl_pl.metrics import Averages, PassRate
+from qerl_pl.losses import Loss, clipped_surrogate, importance_weights, token_weights
+from qerl_pl.metrics import PassRate, StepLog
 from qerl_pl.policy import DTYPES, LoRA, Policy, copy_adapter
 from qerl_pl.seeds import derive_seed
 from qerl_pl.types import RolloutBatch
@@ -81,21 +81,22 @@ class QeRLModule(LightningModule):
             raise ValueError(f"lr_schedule: {lr_schedule!r} is not one of constant, linear, cosine")
         self.model, self.quantization, self.lora, self.loss = model, quantization, lora, loss
         self.noise, self.noise_norms, self.noise_in_trainer = noise, noise_norms, noise_in_trainer
-        self.make_optimizer, self.lr_schedule, self.warmup, self.max_grad_norm = (
-            optimizer,
-            lr_schedule,
-            warmup,
-            max_grad_norm,
-        )
+        self.make_optimizer, self.max_grad_norm = optimizer, max_grad_norm
+        self.lr_schedule, self.warmup = lr_schedule, warmup
         self.tokens_per_micro_batch, self.gradient_checkpointing = tokens_per_micro_batch, gradient_checkpointing
         self.dtype_name, self.seed = dtype, seed
         self.automatic_optimization = False  # Lightning would divide each micro-batch's loss by their number
         self.strict_loading = False  # checkpoints hold the adapter, never the base
-        self.averages = Averages()
+        self.step_log = StepLog()
         self.pass_rate = PassRate()
         self.policy: Policy | None = None
 
     # ------------------------------------------------------------------ set-up
+
+    @property
+    def data(self) -> Any:
+        """The data module; the two meet here and know nothing else of each other."""
+        return self.trainer.datamodule  # type: ignore[attr-defined]
 
     def configure_callbacks(self) -> list[Callback]:
         """The adapter goes to the sampler first, then the noise."""
@@ -118,7 +119,6 @@ class QeRLModule(LightningModule):
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         dtype = self.dtype_name if self.dtype_name != "auto" else "bfloat16" if on_gpu else "float32"
         folder = prepare(self.model, self.quantization)
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
         spec = EngineSpec(
             folder,
             self.quantization,
@@ -127,9 +127,9 @@ class QeRLModule(LightningModule):
             tuple(self.lora.targets),
             dtype,
             device="cuda" if on_gpu else "cpu",
-            max_length=data.max_prompt_length + data.sampling.max_tokens,
+            max_length=self.data.max_prompt_length + self.data.sampling.max_tokens,
         )
-        data.engine.start(spec)
+        self.data.engine.start(spec)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(self.seed, "adapter"))
             self.policy = Policy(spec, self.gradient_checkpointing)
@@ -184,8 +184,9 @@ class QeRLModule(LightningModule):
             seed = derive_seed(self.seed, "minibatches", batch.step, iteration)
             for rows in minibatches(len(batch), self.loss.num_minibatches, seed):
                 self._update(batch, rows, mask, old, reference)
-        self.trainer.datamodule.completed(batch.step)  # type: ignore[attr-defined]
-        self._log_step(batch, time.perf_counter() - started)
+        self.data.completed(batch.step)
+        rate = float(self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr, arg-type]
+        self.log_dict(self.step_log.finish(batch, time.perf_counter() - started, rate), batch_size=len(batch))
 
     def _update(
         self, batch: RolloutBatch, rows: Tensor, mask: Tensor, old: Tensor | None, reference: Tensor | None
@@ -197,7 +198,7 @@ class QeRLModule(LightningModule):
         optimizer.zero_grad()  # type: ignore[union-attr]
         counted = mask[rows]
         counts = self._mean_over_ranks(torch.stack([counted.any(-1).sum(), counted.sum()]).float())
-        max_length = self._sampling.max_tokens
+        max_length = self.data.sampling.max_tokens
         total = torch.zeros((), device=self.device)
         # Without a KL term a completion whose advantage is 0 has no gradient: it is measured, but not differentiated.
         learn = (batch.advantages[rows.to(self.device)] != 0).cpu() | bool(self.loss.beta)
@@ -218,7 +219,7 @@ class QeRLModule(LightningModule):
                 if with_grad:
                     self.manual_backward(loss)
                 total += loss.detach()
-                self._record(part, before, entropy, metrics, keep)
+                self.step_log.add(part, before, entropy, metrics, keep, self.loss.importance_cap)
         for parameter in parameters:  # also where no completion teaches anything, so that every step is a step
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
@@ -228,8 +229,8 @@ class QeRLModule(LightningModule):
             )
         optimizer.step()  # type: ignore[union-attr]
         scheduler.step()  # type: ignore[union-attr]
-        self.averages.add("loss", total)
-        self.averages.add("grad_norm", norm)
+        self.step_log.averages.add("loss", total)
+        self.step_log.averages.add("grad_norm", norm)
 
     def _loss_mask(self, batch: RolloutBatch) -> Tensor:  # [B, T]
         if self.loss.mask_truncated_completions:
@@ -240,7 +241,7 @@ class QeRLModule(LightningModule):
         rows = torch.arange(len(batch)) if rows is None else rows
         done = 0
         for micro in micro_batches(batch.lengths.cpu(), rows, self.tokens_per_micro_batch):
-            self.trainer.datamodule.collector.report("update", f"{done}/{len(rows)} completions")  # type: ignore[attr-defined]
+            self.data.collector.report("update", f"{done}/{len(rows)} completions")
             yield micro.to(self.device)
             done += len(micro)
 
@@ -260,48 +261,6 @@ class QeRLModule(LightningModule):
         # DDP averages gradients over ranks; a mean count here makes that the gradient of the global normalisation.
         return self.trainer.strategy.reduce(counts.to(self.device), reduce_op="mean")  # type: ignore[return-value]
 
-    @property
-    def _sampling(self) -> Any:
-        return self.trainer.datamodule.sampling  # type: ignore[attr-defined]
-
-    # ----------------------------------------------------------------- watching
-
-    def _record(
-        self, part: RolloutBatch, before: Tensor, entropy: Tensor, metrics: dict[str, Tensor], keep: Tensor
-    ) -> None:
-        """Token means of one micro-batch."""
-        count = keep.sum()
-        if count == 0:
-            return
-        difference = (before - part.sampler_logprobs)[keep]
-        metrics |= {
-            "entropy": entropy[keep].mean(),
-            "sampling/logp_difference/mean": difference.abs().mean(),
-            "sampling/kl": k3(before, part.sampler_logprobs, keep)[keep].mean(),
-            "sampling/importance_ratio": difference.exp().mean(),
-        }
-        if self.loss.importance_cap is not None:
-            metrics["sampling/capped_fraction"] = (difference.exp() > self.loss.importance_cap).float().mean()
-        for name, value in metrics.items():
-            self.averages.add(name, value, count)
-        self.peak_difference = max(getattr(self, "peak_difference", 0.0), float(difference.abs().max()))
-
-    def _log_step(self, batch: RolloutBatch, seconds: float) -> None:
-        metrics = self.averages.compute() | batch.summary()
-        metrics["sampling/logp_difference/max"] = self.peak_difference
-        self.peak_difference = 0.0
-        tokens = int(batch.completion_mask.sum())
-        metrics |= {f"step_time/{phase}": value for phase, value in batch.seconds.items()}
-        metrics |= {
-            "step_time/update": seconds,
-            "tokens_per_second/rollout": tokens / batch.seconds["rollout"],
-            "tokens_per_second/update": int(batch.lengths.sum()) * self.loss.num_iterations / seconds,
-            "learning_rate": self.lr_schedulers().get_last_lr()[0],  # type: ignore[union-attr]
-        }
-        if self.device.type == "cuda":
-            metrics["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        self.log_dict({k: torch.as_tensor(v, dtype=torch.float32) for k, v in metrics.items()}, batch_size=len(batch))
-
     # --------------------------------------------------------------- evaluation
 
     def validation_step(self, batch: RolloutBatch, batch_idx: int) -> None:
@@ -311,7 +270,7 @@ class QeRLModule(LightningModule):
         self._evaluate(batch, "test")
 
     def _evaluate(self, batch: RolloutBatch, split: str) -> None:
-        name = self.trainer.datamodule.correctness  # type: ignore[attr-defined]
+        name = self.data.correctness
         problems = int(batch.groups.max()) + 1
         self.pass_rate.update((batch.reward_parts[name] >= 1).view(problems, -1))
         metrics = {
@@ -334,7 +293,7 @@ class QeRLModule(LightningModule):
 
     # -------------------------------------------------------------- checkpoints
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The adapter, under the names of a saved PEFT folder; nothing of the base."""
         return {} if self.policy is None else {n: p.detach() for n, p in self.policy.adapter_parameters().items()}
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +44,8 @@ class Policy(nn.Module):
 
     def __init__(self, spec: EngineSpec, gradient_checkpointing: bool = False, chunk: int = 1024) -> None:
         super().__init__()
-        base = build_model(spec.folder, spec.quantization, DTYPES[spec.dtype], spec.device)
-        self.peft = attach_adapter(base, spec)
+        base: Any = build_model(spec.folder, spec.quantization, DTYPES[spec.dtype], spec.device)
+        self.peft: Any = attach_adapter(base, spec)
         self.chunk = chunk
         if gradient_checkpointing:
             self.peft.enable_input_require_grads()
@@ -84,7 +85,7 @@ class Policy(nn.Module):
 
     def norms(self) -> dict[str, Tensor]:
         """The live norm weights, by module name of the base."""
-        return {name: norm.weight for name, norm in rms_norms(self.peft.get_base_model()).items()}  # type: ignore[misc]
+        return {name: norm.weight for name, norm in rms_norms(self.peft.get_base_model()).items()}
 
     def save_adapter(self, folder: Path, base: str) -> None:
         """Write a PEFT folder that PEFT and vLLM load unchanged; ``base`` is the model it names."""
@@ -93,13 +94,13 @@ class Policy(nn.Module):
         self.peft.save_pretrained(str(folder), save_embedding_layers=False)
 
 
-def attach_adapter(base: nn.Module, spec: EngineSpec) -> nn.Module:
+def attach_adapter(base: Any, spec: EngineSpec) -> Any:
     """Put PEFT's LoRA on the target layers; B is zero, so the policy starts as the base."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
         r=spec.rank,
-        lora_alpha=spec.alpha,
+        lora_alpha=spec.alpha,  # type: ignore[arg-type]  # a float in most adapters on the hub
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning import Callback, LightningModule, Trainer
+from lightning import Callback, Trainer
 
 from qerl_pl.losses import k3
 from qerl_pl.noise import Applied, NormNoise
@@ -27,16 +27,14 @@ class AdaptiveQuantizationNoise(Callback):
         self.schedule, self.norms, self.in_trainer, self.seed, self.probe = schedule, norms, in_trainer, seed, probe
         self.applied = Applied(0, 0.0, 0.0)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.sampler = NormNoise(trainer.datamodule.engine.norms(), self.norms, self.seed)  # type: ignore[attr-defined]
-        self.trainer = NormNoise(pl_module.policy.norms(), self.norms, self.seed)  # type: ignore[union-attr]
+        self.trainer = NormNoise(pl_module.policy.norms(), self.norms, self.seed)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self._apply(trainer, pl_module)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: RolloutBatch, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: RolloutBatch, batch_idx: int) -> None:
         metrics = {
             "noise/sigma": self.applied.sigma,
             "noise/realised_sigma": self.applied.realised,
@@ -48,27 +46,27 @@ class AdaptiveQuantizationNoise(Callback):
             self.trainer.apply(self.applied.sigma, batch.step)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: RolloutBatch, batch_idx: int
     ) -> None:
         self.trainer.restore()
         self._apply(trainer, pl_module)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.state.fn == "fit":
             self._restore(trainer)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._apply(trainer, pl_module)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         if stage == "fit" and hasattr(self, "sampler"):
             self._restore(trainer)
 
-    def _apply(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _apply(self, trainer: Trainer, pl_module: Any) -> None:
         """Noise of the rollout batch that comes next."""
         step = trainer.datamodule.done  # type: ignore[attr-defined]
-        self.applied = self.sampler.apply(self.schedule.sigma(step, pl_module.total_rollouts), step)  # type: ignore[arg-type, operator]
+        self.applied = self.sampler.apply(self.schedule.sigma(step, pl_module.total_rollouts), step)
         trainer.datamodule.engine.refresh()  # type: ignore[attr-defined]
 
     def _restore(self, trainer: Trainer) -> None:
@@ -76,13 +74,13 @@ class AdaptiveQuantizationNoise(Callback):
         trainer.datamodule.engine.refresh()  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def _kl(self, pl_module: LightningModule, batch: RolloutBatch) -> float:
+    def _kl(self, pl_module: Any, batch: RolloutBatch) -> float:
         if self.applied.sigma == 0:
             return 0.0
         part = batch.rows(torch.arange(min(self.probe, len(batch)), device=batch.tokens.device))
         arguments = (part.tokens, part.lengths, part.completion_mask, part.temperature)
-        clean, _ = pl_module.policy(*arguments)  # type: ignore[operator, misc]
+        clean, _ = pl_module.policy(*arguments)
         self.trainer.apply(self.applied.sigma, batch.step)
-        noisy, _ = pl_module.policy(*arguments)  # type: ignore[operator, misc]
+        noisy, _ = pl_module.policy(*arguments)
         self.trainer.restore()
         return float(k3(clean, noisy, part.completion_mask)[part.completion_mask].mean())

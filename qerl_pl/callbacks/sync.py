@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning import Callback, LightningModule, Trainer
+from lightning import Callback, Trainer
 from torch import Tensor
 
 from qerl_pl.types import RolloutBatch
@@ -17,26 +17,26 @@ class AdapterSync(Callback):
     the run.
     """
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         deliver(trainer, pl_module)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: RolloutBatch, batch_idx: int
     ) -> None:
         pl_module.log("sync/adapter_difference", deliver(trainer, pl_module), batch_size=len(batch))
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.state.fn != "fit":  # while fitting the engine has it already
             deliver(trainer, pl_module)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
         deliver(trainer, pl_module)
 
 
-def deliver(trainer: Trainer, pl_module: LightningModule) -> float:
+def deliver(trainer: Trainer, pl_module: Any) -> float:
     """Copy the policy's adapter into the engine; return the largest relative difference of what it then holds."""
     engine = trainer.datamodule.engine  # type: ignore[attr-defined]
-    tensors = {name: p.detach() for name, p in pl_module.policy.adapter_parameters().items()}  # type: ignore[union-attr]
+    tensors = {name: p.detach() for name, p in pl_module.policy.adapter_parameters().items()}
     engine.load_adapter(tensors)
     engine.refresh()
     return check_delivery(tensors, engine.adapter())

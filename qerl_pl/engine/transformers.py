@@ -25,7 +25,7 @@ class TransformersEngine(Engine):
         if max_batch < 1:
             raise ValueError(f"engine.max_batch: {max_batch} must be at least 1")
         self.max_batch, self.packed = max_batch, packed
-        self._peft: nn.Module | None = None
+        self._peft: Any = None
 
     def start(self, spec: EngineSpec) -> None:
         if self._peft is not None:
@@ -64,7 +64,7 @@ class TransformersEngine(Engine):
     def norms(self) -> dict[str, Tensor]:
         from qerl_pl.model import rms_norms
 
-        return {name: norm.weight.data for name, norm in rms_norms(self._model).items()}  # type: ignore[misc]
+        return {name: norm.weight.data for name, norm in rms_norms(self._model).items()}
 
     def refresh(self) -> None:
         """Nothing is cached between two calls of ``generate``."""
