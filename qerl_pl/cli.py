@@ -60,11 +60,17 @@ def _run(command: Callable[[], None]) -> None:
     """Errors that a user can act on become one line; the rest keep their traceback."""
     try:
         command()
-    except (ValueError, ImportError, FileNotFoundError, RuntimeError) as error:
-        if os.environ.get("QERL_PL_DEBUG") or (type(error) is RuntimeError and "qerl" not in _origin(error)):
+    except Exception as error:
+        ours = isinstance(error, RuntimeError) and "qerl_pl" in _origin(error)
+        known = (
+            isinstance(error, ValueError | ImportError | OSError) or type(error).__name__ == "MisconfigurationException"
+        )
+        if os.environ.get("QERL_PL_DEBUG") or not (ours or known):
             raise
-        print(f"qerl-pl: error: {error}", file=sys.stderr)
+        print("qerl-pl: error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # while fitting, Lightning takes it and writes last.ckpt
+        sys.exit(130)
 
 
 def _origin(error: BaseException) -> str:

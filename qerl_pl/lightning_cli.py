@@ -1,6 +1,7 @@
 """The LightningCLI behind ``qerl-pl fit|validate|test``."""
 
 import difflib
+import inspect
 import logging
 import re
 import sys
@@ -28,6 +29,7 @@ QUIET = (
     r"isinstance\(treespec, LeafSpec\)",  # Lightning 2.6 with torch 2.13
     r"LightningCLI's args parameter",  # demo and benchmarks give them
     r"litlogger",
+    r"Using ModelCheckpoint with manual optimization",
     r"set_float32_matmul_precision",
     r"configure_callbacks.*override existing",  # a second fit or test in the process
     r"weights_only` was not set",
@@ -42,26 +44,43 @@ def _quiet() -> None:
     said = re.compile("|".join(QUIET))
     for name in (
         "lightning.pytorch.utilities.rank_zero",
+        "lightning.pytorch.trainer.connectors.checkpoint_connector",
         "lightning.pytorch.trainer.connectors.logger_connector.logger_connector",
     ):
         logging.getLogger(name).addFilter(lambda record: not said.search(record.getMessage()))
 
 
+def _options(parser: LightningArgumentParser) -> set[str]:
+    """Names of all options of a parser and of its subcommands."""
+    names = {action.dest for action in parser._actions}
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            names |= {name for sub in action.choices.values() for name in _options(sub)}
+    return names
+
+
+def _init_args() -> set[str]:
+    """Names of the settings of all registered components."""
+    classes = [registry[name] for registry in REGISTRIES for name in registry]
+    return {parameter for cls in classes for parameter in inspect.signature(cls).parameters}
+
+
 class Parser(LightningArgumentParser):
-    """Adds to an error what was probably meant."""
+    """Errors in one line, with what was probably meant."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        unknown = re.search(r"[Kk]ey '([\w.]+)' is not expected|Unrecognized arguments: --([\w.]+)|--([\w.]+)", message)
+        unknown = re.search(r"(?:[Oo]ption|[Kk]ey) '([\w.]+)'|--([\w.]+)", message)
         key = next((g for g in unknown.groups() if g), None) if unknown else None
         if key is not None:
-            known = [action.dest for action in self._actions]
-            close = (
-                difflib.get_close_matches(key, known, n=1)
-                or [k for k in known if k.endswith(f".{key.rpartition('.')[2]}")][:1]
-            )
+            known = _options(self) | _init_args()
+            close = difflib.get_close_matches(key, known, n=1)
             if close and key not in known:
-                message = f"{message}\nDid you mean {close[0]!r}?"
-        print(f"qerl-pl: error: {message}", file=sys.stderr)
+                message = f"{message}. Did you mean {close[0]!r}?"
+        name = re.search(r"Not of type \w+Name: (unknown .*|\S.* is not available: .*)", message)
+        where = re.search(r'Parser key "([\w.]+)"', message)
+        if name and where:  # of all that jsonargparse tried, the registry's answer is the one that helps
+            message = f"{where[1]}: {name[1]}"
+        print("qerl-pl: error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
 
 
@@ -102,6 +121,11 @@ class QeRLCLI(LightningCLI):
             "-c", "--config", action=ActionConfigFile, help="YAML file with settings; may be given several times."
         )
         return parser
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        commands = LightningCLI.subcommands()
+        return {name: commands[name] for name in ("fit", "validate", "test")}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")

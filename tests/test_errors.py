@@ -1,0 +1,86 @@
+"""A stranger's session: each mistake is answered in one clear line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl_pl.cli import main
+
+CONFIG = str(Path(__file__).parents[1] / "configs" / "tiny.yaml")
+
+
+def answer(arguments, capsys, monkeypatch) -> str:
+    monkeypatch.delenv("QERL_PL_DEBUG", raising=False)
+    monkeypatch.setattr(sys, "argv", ["qerl-pl"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qerl-pl: error:")]
+    assert len(said) == 1
+    return said[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["--model.noise", "exponental"],
+            "model.noise: unknown noise schedule 'exponental'. Did you mean 'exponential'?",
+        ),
+        (
+            ["--model.quantization", "nvpf4"],
+            "unknown quantization format 'nvpf4'. Did you mean 'nvfp4'? Registered: bf16",
+        ),
+        (["--data.rewards", "[gsm9k]"], "unknown reward 'gsm9k'. Did you mean 'gsm8k'?"),
+        (["--data.engine", "vlm"], "unknown engine 'vlm'. Did you mean 'vllm'?"),
+        (["--model.lora.rnak", "8"], "--model.lora.rnak 8. Did you mean 'model.lora.rank'?"),
+        (["--model.lora.rank", "eight"], "model.lora.rank"),
+        (["--model.model", "./nothere"], "there is no folder './nothere'"),
+        (["--data.num_generations", "1"], "a group needs at least 2 completions"),
+        (["--trainer.precision", "bf16-true"], "use 32-true, and model.dtype: bfloat16"),
+        (["--data.train.size", "8"], "prompts_per_batch: 32 is more than the 8 training prompts"),
+        (["--data.train", "file", "--data.train.path", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
+        (["--data.answer_format", "boxed", "--data.rewards", "[format]"], "none of them checks correctness"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_one_line(arguments, expected, capsys, monkeypatch):
+    assert expected in answer(["fit", "--config", CONFIG, *arguments], capsys, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model: {los: {beta: 0.1}}", "'model.los.beta'. Did you mean 'model.loss.beta'?"),
+        ("model: {noise: {class_path: exponential, init_args: {sigma_strt: 0.1}}}", "Did you mean 'sigma_start'?"),
+    ],
+)
+def test_unknown_keys_in_yaml(text, expected, tmp_path, capsys, monkeypatch):
+    (tmp_path / "bad.yaml").write_text(text)
+    assert expected in answer(["fit", "--config", CONFIG, "--config", str(tmp_path / "bad.yaml")], capsys, monkeypatch)
+
+
+def test_missing_column(tmp_path, capsys, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1 + 1?"}) + "\n")
+    arguments = ["fit", "--config", CONFIG, "--data.train", "file", "--data.train.path", str(tmp_path / "rows.jsonl")]
+    assert "has no answer column, only question; set columns: {answer:" in answer(arguments, capsys, monkeypatch)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_no_gpu(capsys, monkeypatch):
+    said = answer(["fit", "--config", CONFIG, "--trainer.accelerator", "gpu"], capsys, monkeypatch)
+    assert "gpu" in said.lower()
+
+
+def test_help_is_light():
+    heavy = "{'torch', 'lightning', 'jsonargparse'} & {*sys.modules}"
+    heavy = f"import sys; from qerl_pl.cli import main; main(['--help']); assert not {heavy}"
+    done = subprocess.run(
+        [sys.executable, "-c", heavy], capture_output=True, text=True, check=True, cwd=Path(CONFIG).parents[1]
+    )
+    assert "usage: qerl-pl COMMAND" in done.stdout
