@@ -36,7 +36,7 @@ def run(seed: int, args: list[str]) -> dict[str, Any]:
         "seed": seed, "problems": learned.problems, "before": learned.before, "after": learned.after,
         "fit_seconds": round(learned.seconds, 1),
         "peak_process_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
-        "curves": {n: [[e.step, round(e.value, 6)] for e in events.Scalars(n)] for n in CURVES if n in recorded},
+        "curves": {n: [[e.step, float(f"{e.value:.4g}")] for e in events.Scalars(n)] for n in CURVES if n in recorded},
     }  # fmt: skip
     if torch.cuda.is_available():
         row["peak_torch_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)

@@ -1,5 +1,6 @@
 """What the policy writes, for people."""
 
+import html
 import json
 import math
 from typing import Any
@@ -19,7 +20,7 @@ class CompletionsTable(Callback):
 
     Args:
         every: rollout batches between two that are written.
-        samples: completions shown in TensorBoard, of each batch written.
+        samples: completions shown in TensorBoard, of each batch written; of different prompts.
     """
 
     def __init__(self, every: int = 1, samples: int = 4) -> None:
@@ -63,7 +64,7 @@ class CompletionsTable(Callback):
         with path.open("a") as file:
             file.writelines(json.dumps({"step": step} | row, ensure_ascii=False, default=str) + "\n" for row in rows)
         if split == "train" and isinstance(trainer.logger, TensorBoardLogger):
-            shown = "\n\n".join(_markdown(row) for row in rows[: self.samples])
+            shown = "\n\n".join(_markdown(row) for row in rows[:: max(1, len(rows) // self.samples)][: self.samples])
             trainer.logger.experiment.add_text("completions", shown, global_step=step)
 
 
@@ -90,5 +91,6 @@ def _number(value: float) -> float | None:
 
 
 def _markdown(row: dict[str, Any]) -> str:
-    quote = "\n".join(f"    {line}" for line in f"{row['prompt']}⟶ {row['completion']}".splitlines())
-    return f"**reward {row['reward']}**, advantage {row['advantage']:+.2f}\n\n{quote}"
+    """A quotation: unlike a code block it wraps long lines."""
+    prompt, completion = (html.escape(row[key]).replace("\n", "\n> ") for key in ("prompt", "completion"))
+    return f"**reward {row['reward']}**, advantage {row['advantage']:+.2f}\n\n> {prompt}\n>\n> **⟶** {completion}"
