@@ -29,6 +29,7 @@ QUIET = (
     r"isinstance\(treespec, LeafSpec\)",  # Lightning 2.6 with torch 2.13
     r"LightningCLI's args parameter",  # demo and benchmarks give them
     r"litlogger",
+    r"sync_dist=True",  # vLLM makes a process group of one
     r"Using ModelCheckpoint with manual optimization",
     r"set_float32_matmul_precision",
     r"configure_callbacks.*override existing",  # a second fit or test in the process

@@ -1,0 +1,104 @@
+"""Checkpoints: what is found, what is written, and what llm-compressor makes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl_pl.checkpoint import Weights, prepare, resolve, stored_projection
+from qerl_pl.model import build_model
+from qerl_pl.packed import PackedLinear
+from registry.quantization import BF16, NVFP4
+from tests.reference import dequantize_nvfp4, llama, qwen2, write_checkpoint
+
+
+def projections(folder: Path) -> list[str]:
+    return sorted({n.rpartition(".")[0] for n in Weights(folder) if n.endswith(".weight_packed")})
+
+
+def test_a_bf16_model_is_rounded_once(tmp_path):
+    dense = write_checkpoint(tmp_path / "model", llama(), BF16())
+    folder = prepare(str(tmp_path / "model"), NVFP4(), tmp_path / "cache")
+    stamp = (folder / "config.json").stat().st_mtime_ns
+    assert prepare(str(tmp_path / "model"), NVFP4(), tmp_path / "cache") == folder
+    assert (folder / "config.json").stat().st_mtime_ns == stamp
+    assert prepare(str(folder), NVFP4(), tmp_path / "cache") == folder  # quantized already
+    weights = Weights(folder)
+    assert len(projections(folder)) == 2 * 7
+    for layer in range(2):
+        names = [f"model.layers.{layer}.self_attn.{p}_proj" for p in "qkv"]
+        assert len({weights[f"{n}.weight_global_scale"].item() for n in names}) == 1  # fused layers share it
+        for name in names:
+            parts = {k: weights[f"{name}.{k}"] for k in ("weight_packed", "weight_scale", "weight_global_scale")}
+            error = (dequantize_nvfp4(parts) - dense[f"{name}.weight"]).norm() / dense[f"{name}.weight"].norm()
+            assert 0.05 < error < 0.15
+    untouched = {n for n in dense if not n.removesuffix(".weight").endswith("_proj")}
+    assert all(torch.equal(weights[n].float(), dense[n]) for n in untouched)
+    assert json.loads((folder / "config.json").read_text())["quantization_config"] == NVFP4().config
+    assert (folder / "tokenizer.json").is_file()
+    assert not [f for f in (tmp_path / "cache").iterdir() if f != folder]  # nothing unfinished is left
+
+
+def test_a_changed_model_is_quantized_again(tmp_path):
+    write_checkpoint(tmp_path / "model", qwen2(), BF16())
+    first = prepare(str(tmp_path / "model"), NVFP4(), tmp_path / "cache")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+    assert prepare(str(tmp_path / "model"), NVFP4(), tmp_path / "cache") != first
+
+
+def test_the_format_must_be_that_of_the_checkpoint(tmp_path):
+    write_checkpoint(tmp_path / "model", qwen2(), NVFP4())
+    with pytest.raises(ValueError, match=r"is stored as 'nvfp4-pack-quantized', which is not quantization: bf16"):
+        prepare(str(tmp_path / "model"), BF16())
+
+
+def test_what_is_no_model(tmp_path):
+    with pytest.raises(ValueError, match=r"is a folder without config\.json"):
+        resolve(str(tmp_path))
+    with pytest.raises(ValueError, match=r"there is no folder 'qwen', and it is no hub name \(owner/name\)"):
+        resolve("qwen")
+    assert (resolve("tiny") / "model.safetensors").is_file()
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    write_checkpoint(tmp_path / "model", qwen2(), NVFP4())
+    weights = Weights(tmp_path / "model")
+    del weights._file["model.layers.1.mlp.up_proj.weight_scale"]
+    with pytest.raises(ValueError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight_scale"):
+        stored_projection(weights, "model.layers.1.mlp.up_proj", NVFP4())
+
+
+def test_checkpoint_of_llm_compressor(tmp_path):
+    """It loads as it is, with the numbers that compressed-tensors reads; those of our own rounding are close."""
+    pytest.importorskip("llmcompressor", reason="needs llm-compressor: pip install 'qerl-pl[quantize]'")
+    from compressed_tensors.compressors.nvfp4 import unpack_fp4_from_uint8
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from transformers import AutoModelForCausalLM
+
+    write_checkpoint(tmp_path / "model", llama(), BF16())
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    oneshot(model=theirs, recipe=QuantizationModifier(targets="Linear", scheme="NVFP4A16", ignore=["lm_head"]))
+    theirs.save_pretrained(tmp_path / "theirs", save_compressed=True)
+    assert prepare(str(tmp_path / "theirs"), NVFP4()) == tmp_path / "theirs"
+    ours = prepare(str(tmp_path / "model"), NVFP4(), tmp_path / "cache")
+    a, b = Weights(tmp_path / "theirs"), Weights(ours)
+    names = projections(ours)
+    assert projections(tmp_path / "theirs") == names
+    for name in names:
+        one, two = ({k: w[f"{name}.{k}"] for k in NVFP4().layout(1, 16)} for w in (a, b))
+        # It takes the largest weight in BF16 arithmetic; ours is FP32, and so a little finer.
+        torch.testing.assert_close(one["weight_global_scale"], two["weight_global_scale"], rtol=2**-7, atol=0)
+        dense = [NVFP4().dequantize(p, torch.float32) for p in (one, two)]
+        assert (dense[0] - dense[1]).norm() < 0.05 * dense[1].norm(), name
+        codes = unpack_fp4_from_uint8(one["weight_packed"], *dense[0].shape, dtype=torch.float32)
+        divisor, scheme = one["weight_global_scale"], preset_name_to_scheme("NVFP4A16", targets=["Linear"])
+        expected = dequantize(codes, one["weight_scale"].float(), None, scheme.weights, torch.float32, divisor)
+        assert torch.equal(dense[0], expected), name
+    model = build_model(tmp_path / "theirs", NVFP4(), torch.float32)
+    assert sum(isinstance(m, PackedLinear) for m in model.modules()) == 14
+    assert model(torch.tensor([[5, 9, 31, 7]])).logits.isfinite().all()
