@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import resource
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,8 @@ def main() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the command line does
     rows = []
     for seed in options.seeds:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            rows.append(pool.apply(run, (seed, args)))
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            rows.append(pool.submit(run, seed, args).result())
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(
             json.dumps(describe(options.commit) | {"arguments": args, "rows": rows}, indent=1) + "\n"

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import resource
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ def run(name: str, folder: str, data: str, engine: str, steps: int) -> dict[str,
 
     source = {"class_path": "file", "init_args": {"path": data, "limit": 32}}
     settings = {
-        "model.model": folder, "model.noise": "constant", "model.optimizer": "qerl_pl.module.adamw",
-        "model.optimizer.lr": "1e-4", "model.warmup": 0.0, "model.tokens_per_micro_batch": 2048,
+        "model.model": folder, "model.noise": "constant", "model.warmup": 0.0,
+        "model.optimizer": json.dumps({"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-4}}),
+        "model.tokens_per_micro_batch": 2048,
         "data.engine": engine, "data.answer_format": "boxed", "data.rewards": "[gsm8k, format]",
         "data.prompts_per_batch": 2, "data.num_generations": 4, "data.max_completion_length": 128,
         "data.train": json.dumps(source), "data.validation": "null", "data.test": "null",
@@ -64,8 +66,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for model in options.models:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            rows.append(pool.apply(run, (*model.split("=", 1), options.data, options.engine, options.steps)))
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            rows.append(pool.submit(run, *model.split("=", 1), options.data, options.engine, options.steps).result())
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(describe() | {"rows": rows}, indent=1) + "\n")
     print(json.dumps(rows, indent=1))
