@@ -69,7 +69,7 @@ def _run(command: Callable[[], None]) -> None:
             raise
         print("qerl-pl: error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:  # while fitting, Lightning takes it and writes last.ckpt
+    except KeyboardInterrupt:  # within fit Lightning takes it: last.ckpt is written, and the exit status is 1
         sys.exit(130)
 
 

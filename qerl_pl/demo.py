@@ -38,8 +38,6 @@ def learn(args: Sequence[str]) -> Learned:
     started = time.perf_counter()
     trainer.fit(module, data)
     seconds = time.perf_counter() - started
-    if trainer.interrupted:
-        raise KeyboardInterrupt
     after = test()
     print(f"after:  pass@1 {after[0]:.1%} ± {after[1]:.1%}", flush=True)
     return Learned(before, after, seconds, len(data.sources["test"]), run_folder(trainer))

@@ -6,9 +6,10 @@ import logging
 import re
 import sys
 import warnings
+from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
+from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -85,6 +86,23 @@ class Parser(LightningArgumentParser):
         sys.exit(2)
 
 
+def newest_checkpoint(config: Any) -> Path:
+    """The ``last.ckpt`` written last by runs with these settings. Lightning looks only in the new run's own folder."""
+    logger = config.trainer.logger
+    places = config.trainer.default_root_dir or "."
+    if config.checkpoint.dirpath is not None:
+        found, places = [Path(config.checkpoint.dirpath) / "last.ckpt"], config.checkpoint.dirpath
+    elif isinstance(logger, Namespace):
+        places = str(Path(logger.init_args.save_dir) / (logger.init_args.get("name") or ""))
+        found = list(Path(places).glob("**/checkpoints/last.ckpt"))
+    else:
+        found = list(Path(places).glob("**/checkpoints/last.ckpt"))
+    found = [path for path in found if path.is_file()]
+    if not found:
+        raise ValueError(f"ckpt_path: last, but there is no last.ckpt below {places}; give the path of a checkpoint")
+    return max(found, key=lambda path: path.stat().st_mtime_ns)
+
+
 class QeRLCLI(LightningCLI):
     """``model``, ``data`` and ``trainer`` from YAML and the command line; plugins are loaded first."""
 
@@ -108,6 +126,7 @@ class QeRLCLI(LightningCLI):
                     "init_args": {"save_dir": "runs", "name": "qerl"},
                 },
                 "max_epochs": 1,
+                "devices": 1,
                 "log_every_n_steps": 1,
                 "val_check_interval": 50,
                 "check_val_every_n_epoch": None,  # the interval counts rollout batches of the whole run
@@ -139,6 +158,8 @@ class QeRLCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         config = self.config if self.subcommand is None else self.config[self.subcommand]
+        if config.get("ckpt_path") == "last":
+            config.ckpt_path = str(newest_checkpoint(config))
         if config.trainer.enable_progress_bar is False:
             self.trainer_defaults["callbacks"] = [
                 c for c in self.trainer_defaults["callbacks"] if not isinstance(c, PhaseProgressBar)

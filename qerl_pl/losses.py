@@ -59,7 +59,7 @@ class Loss:
 def token_weights(mask: Tensor, loss_type: str, completions: float, tokens: float, max_length: int) -> Tensor:
     """w [B, T] for a completion mask [B, T] that may be any part of the batch.
 
-    ``completions`` and ``tokens`` count the whole batch (all micro-batches, mean over ranks); ``max_length`` is the
+    ``completions`` and ``tokens`` count the whole batch, all micro-batches; ``max_length`` is the
     completion limit.
     """
     lengths = mask.sum(-1, keepdim=True).clamp(min=1)

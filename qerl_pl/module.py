@@ -106,6 +106,10 @@ class QeRLModule(LightningModule):
         ]
 
     def setup(self, stage: str) -> None:
+        if self.trainer.world_size > 1:
+            raise ValueError(
+                f"trainer.devices: {self.trainer.world_size} processes; only one is supported, use devices: 1"
+            )
         if self.trainer.precision not in ("32-true", "bf16-mixed"):
             raise ValueError(
                 f"trainer.precision: {self.trainer.precision} would cast the adapter and its optimizer state; "
@@ -175,6 +179,7 @@ class QeRLModule(LightningModule):
         updates.
         """
         started = time.perf_counter()
+        rate = float(self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr, arg-type]
         mask = self._loss_mask(batch)
         old = None
         if self.updates_per_rollout > 1:  # at the first and only update π_old is π
@@ -185,7 +190,6 @@ class QeRLModule(LightningModule):
             for rows in minibatches(len(batch), self.loss.num_minibatches, seed):
                 self._update(batch, rows, mask, old, reference)
         self.data.completed(batch.step)
-        rate = float(self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr, arg-type]
         self.log_dict(self.step_log.finish(batch, time.perf_counter() - started, rate), batch_size=len(batch))
 
     def _update(
@@ -197,7 +201,7 @@ class QeRLModule(LightningModule):
         parameters = list(self.policy.adapter_parameters().values())
         optimizer.zero_grad()  # type: ignore[union-attr]
         counted = mask[rows]
-        counts = self._mean_over_ranks(torch.stack([counted.any(-1).sum(), counted.sum()]).float())
+        completions, tokens = float(counted.any(-1).sum()), float(counted.sum())
         max_length = self.data.sampling.max_tokens
         total = torch.zeros((), device=self.device)
         # Without a KL term a completion whose advantage is 0 has no gradient: it is measured, but not differentiated.
@@ -210,7 +214,7 @@ class QeRLModule(LightningModule):
                 width = logprobs.shape[1]
                 before = logprobs.detach() if old is None else old[micro, :width]
                 keep = mask[micro, :width]
-                weights = token_weights(keep, self.loss.loss_type, float(counts[0]), float(counts[1]), max_length)
+                weights = token_weights(keep, self.loss.loss_type, completions, tokens, max_length)
                 correction = importance_weights(before, part.sampler_logprobs, keep, self.loss.importance_cap)
                 base = None if reference is None else reference[micro, :width]
                 loss, metrics = clipped_surrogate(
@@ -254,12 +258,6 @@ class QeRLModule(LightningModule):
             logprobs, _ = self.policy(part.tokens, part.lengths, part.completion_mask, part.temperature, adapter)
             out[micro, : logprobs.shape[1]] = logprobs
         return out
-
-    def _mean_over_ranks(self, counts: Tensor) -> Tensor:
-        if self.trainer.world_size == 1:
-            return counts
-        # DDP averages gradients over ranks; a mean count here makes that the gradient of the global normalisation.
-        return self.trainer.strategy.reduce(counts.to(self.device), reduce_op="mean")  # type: ignore[return-value]
 
     # --------------------------------------------------------------- evaluation
 

@@ -48,6 +48,7 @@ class Policy(nn.Module):
         self.peft: Any = attach_adapter(base, spec)
         self.chunk = chunk
         if gradient_checkpointing:
+            self.peft.train()  # Hugging Face checkpoints in training mode only; there is no dropout
             self.peft.enable_input_require_grads()
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 

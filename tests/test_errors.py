@@ -43,6 +43,8 @@ def answer(arguments, capsys, monkeypatch) -> str:
         (["--model.model", "./nothere"], "there is no folder './nothere'"),
         (["--data.num_generations", "1"], "a group needs at least 2 completions"),
         (["--trainer.precision", "bf16-true"], "use 32-true, and model.dtype: bfloat16"),
+        (["--ckpt_path", "last", "--trainer.logger.save_dir", "nowhere"], "there is no last.ckpt below nowhere"),
+        (["--completions.every", "0"], "every 0 must be at least 1"),
         (["--data.train.size", "8"], "prompts_per_batch: 32 is more than the 8 training prompts"),
         (["--data.train", "file", "--data.train.path", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
         (["--data.answer_format", "boxed", "--data.rewards", "[format]"], "none of them checks correctness"),

@@ -75,7 +75,7 @@ def test_checkpoint_holds_no_base(finished):
     path = next(folder.rglob("last.ckpt"))
     state = torch.load(path, weights_only=False)
     assert all("lora_" in name for name in state["state_dict"])
-    assert state["RolloutDataModule"] == {"rollouts": 6}
+    assert state["RolloutDataModule"] == {"rollouts": 6}  # the end of the run, though checkpoints are made every 50
     assert path.stat().st_size < 4 * 4 * sum(
         t.numel() for t in state["state_dict"].values()
     )  # weights, two moments, little else
@@ -183,7 +183,7 @@ def test_ctrl_c_leaves_a_checkpoint(tmp_path):
     done = state["RolloutDataModule"]["rollouts"]
     assert done >= 1 and state["global_step"] == done
     assert list(tmp_path.rglob("adapter_model.safetensors"))
-    finish = [*command, "--trainer.max_steps", str(done + 2), "--ckpt_path", str(next(tmp_path.rglob("last.ckpt")))]
+    finish = [*command, "--trainer.max_steps", str(done + 2), "--ckpt_path", "last"]
     subprocess.run(finish, cwd=CONFIG.parents[1], check=True, capture_output=True, timeout=120)
     steps = sorted(
         {json.loads(line)["step"] for p in tmp_path.rglob("completions.jsonl") for line in p.read_text().splitlines()}

@@ -57,13 +57,16 @@ def test_logprobs_and_every_gradient(case):
 
 def test_gradient_checkpointing_changes_nothing(case):
     policy, _, folder, format_ = case
-    other = Policy(EngineSpec(folder, format_, RANK, ALPHA, TARGETS), gradient_checkpointing=True).train()
+    other = Policy(EngineSpec(folder, format_, RANK, ALPHA, TARGETS), gradient_checkpointing=True)
     copy_adapter(other.adapter_parameters(), policy.adapter_parameters())
     name = "base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight"
+    calls = []
+    other.peft.get_base_model().model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     grads = [
         torch.autograd.grad(p(TOKENS, LENGTHS, MASK)[0].sum(), p.adapter_parameters()[name])[0] for p in (policy, other)
     ]
     torch.testing.assert_close(grads[0], grads[1])
+    assert len(calls) == 2  # forward, and once more in backward
 
 
 def test_without_adapter_it_is_the_base(case):

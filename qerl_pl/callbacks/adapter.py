@@ -9,21 +9,31 @@ from lightning import Callback, LightningModule, Trainer
 class AdapterFolder(Callback):
     """Writes ``adapter/`` in the run's folder with every checkpoint, at the end, and when the run is interrupted."""
 
+    _training = False
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._save(trainer, pl_module)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._training = True  # before this, the state of a checkpoint to go on from is not in place
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._save(trainer, pl_module)
+        self._save_last(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """``last.ckpt`` of the state as it is, so that ``--ckpt_path last`` goes on after the last finished update."""
-        if (
-            trainer.state.fn == "fit"
-            and getattr(pl_module, "policy", None) is not None
-            and trainer.checkpoint_callback is not None
-        ):
-            folder = Path(trainer.checkpoint_callback.dirpath or run_folder(trainer) / "checkpoints")  # type: ignore[attr-defined]
+        """``last.ckpt`` of the state as it is, so that ``--ckpt_path last`` goes on after the last finished rollout.
+
+        Between the updates of one rollout batch the last checkpoint stays: going on from the middle would repeat some.
+        """
+        if trainer.global_step % pl_module.updates_per_rollout == 0:  # type: ignore[operator]
+            self._save_last(trainer)
+
+    def _save_last(self, trainer: Trainer) -> None:
+        checkpoint = trainer.checkpoint_callback
+        if self._training and trainer.global_step > 0 and checkpoint is not None:
+            folder = Path(checkpoint.dirpath or run_folder(trainer) / "checkpoints")  # type: ignore[attr-defined]
             trainer.save_checkpoint(folder / "last.ckpt")
+        self._training = False
 
     def _save(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:

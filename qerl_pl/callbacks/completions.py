@@ -24,6 +24,8 @@ class CompletionsTable(Callback):
     """
 
     def __init__(self, every: int = 1, samples: int = 4) -> None:
+        if every < 1 or samples < 0:
+            raise ValueError(f"completions: every {every} must be at least 1 and samples {samples} at least 0")
         self.every, self.samples = every, samples
 
     def on_train_batch_end(
@@ -58,12 +60,12 @@ class CompletionsTable(Callback):
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
         rows = table(batch)
-        step = batch.step if split == "train" else trainer.global_step
+        step = batch.step if split == "train" else trainer.datamodule.done  # type: ignore[attr-defined]
         path = run_folder(trainer) / ("completions.jsonl" if split == "train" else f"completions-{split}.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             file.writelines(json.dumps({"step": step} | row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        if split == "train" and isinstance(trainer.logger, TensorBoardLogger):
+        if split == "train" and self.samples and isinstance(trainer.logger, TensorBoardLogger):
             shown = "\n\n".join(_markdown(row) for row in rows[:: max(1, len(rows) // self.samples)][: self.samples])
             trainer.logger.experiment.add_text("completions", shown, global_step=step)
 

@@ -36,11 +36,9 @@ class PhaseProgressBar(TQDMProgressBar):
             print(f"{phase} {text}", file=sys.stderr, flush=True)
 
     def _current_bar(self) -> Any:
-        if self.trainer.state.fn is None or self.trainer.sanity_checking:
-            return None
-        if self.trainer.training:
-            return getattr(self, "_train_progress_bar", None)
-        return getattr(self, "_val_progress_bar", None) or getattr(self, "_test_progress_bar", None)
+        # No truth value of a bar is asked for: tqdm refuses that of one whose total is not known yet.
+        name = "train" if self.trainer.training else "test" if self.trainer.testing else "val"
+        return getattr(self, f"_{name}_progress_bar", None)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         logged = trainer.callback_metrics

@@ -26,7 +26,7 @@ class AdapterSync(Callback):
         pl_module.log("sync/adapter_difference", deliver(trainer, pl_module), batch_size=len(batch))
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        if trainer.state.fn != "fit":  # while fitting the engine has it already
+        if trainer.state.fn != "fit" or trainer.sanity_checking:  # while fitting the engine has it already
             deliver(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
