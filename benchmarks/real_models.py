@@ -35,7 +35,7 @@ def run(name: str, folder: str, data: str, engine: str, steps: int) -> dict[str,
         "model.optimizer": json.dumps({"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-4}}),
         "model.tokens_per_micro_batch": 2048,
         "data.engine": engine, "data.answer_format": "boxed", "data.rewards": "[gsm8k, format]",
-        "data.prompts_per_batch": 2, "data.num_generations": 4, "data.max_completion_length": 128,
+        "data.prompts_per_batch": 2, "data.num_generations": 2, "data.max_completion_length": 48,
         "data.train": json.dumps(source), "data.validation": "null", "data.test": "null",
         "trainer.max_steps": steps, "trainer.limit_val_batches": 0, "trainer.logger.save_dir": "runs/real_models",
     }  # fmt: skip
