@@ -23,6 +23,11 @@ SHOWN = (
 )  # fmt: skip
 
 
+def digits(completions: list[str]) -> list[float]:
+    """Share of digits: completions this short rarely reach an answer, and without spread there is no gradient."""
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+
 def run(name: str, folder: str, data: str, engine: str, steps: int) -> dict[str, Any]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -34,7 +39,7 @@ def run(name: str, folder: str, data: str, engine: str, steps: int) -> dict[str,
         "model.model": folder, "model.noise": "constant", "model.warmup": 0.0,
         "model.optimizer": json.dumps({"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-4}}),
         "model.tokens_per_micro_batch": 2048,
-        "data.engine": engine, "data.answer_format": "boxed", "data.rewards": "[gsm8k, format]",
+        "data.engine": engine, "data.answer_format": "boxed", "data.rewards": "[gsm8k, {class_path: python, init_args: {function: real_models.digits, weight: 0.1}}]",
         "data.prompts_per_batch": 2, "data.num_generations": 2, "data.max_completion_length": 48,
         "data.train": json.dumps(source), "data.validation": "null", "data.test": "null",
         "trainer.max_steps": steps, "trainer.limit_val_batches": 0, "trainer.logger.save_dir": "runs/real_models",
