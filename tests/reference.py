@@ -23,9 +23,11 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), 
 VOCAB, EOS, MAX_LEN = 100, 1, 256
 
 
-def write_checkpoint(folder: Path, config: Any, quantization: QuantFormat) -> dict[str, Tensor]:
+def write_checkpoint(
+    folder: Path, config: Any, quantization: QuantFormat, second_eos: int | None = None
+) -> dict[str, Tensor]:
     """A random checkpoint with tokenizer in ``folder``; returns the numbers that it stands for, FP32, by Hugging
-    Face's names.
+    Face's names. ``second_eos`` also ends a completion, as in chat models: in generation_config.json alone.
     """
     torch.manual_seed(0)
     config.update({"vocab_size": VOCAB, "eos_token_id": EOS, "bos_token_id": 0, "pad_token_id": None})
@@ -55,6 +57,9 @@ def write_checkpoint(folder: Path, config: Any, quantization: QuantFormat) -> di
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>").save_pretrained(folder)
+    if second_eos is not None:
+        generation = {"eos_token_id": [EOS, second_eos]}
+        (folder / "generation_config.json").write_text(json.dumps(generation))
     return dense
 
 

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     LlamaConfig,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
@@ -35,114 +31,28 @@ from qerl_pl.engine.base import ENGINES, EngineSpec
 from qerl_pl.engine.vllm import VLLMEngine
 from qerl_pl.types import Completion, Sampling
 from registry.quantization import BF16, NVFP4, QuantFormat
+from tests.reference import (
+    ALPHA,
+    EOS,
+    MAX_LEN,
+    RANK,
+    TARGETS,
+    VOCAB,
+    Reference,
+    qwen2,
+    random_adapter,
+    small,
+)
+from tests.reference import write_checkpoint as reference_checkpoint
 
-RANK, ALPHA = 8, 16.0
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-VOCAB, MAX_LEN = 100, 256
-EOS, SECOND_EOS = 1, 2  # as in chat models: that of the tokenizer, and one more in generation_config.json
+SECOND_EOS = 2
+write_checkpoint = partial(reference_checkpoint, second_eos=SECOND_EOS)
 SETTINGS: dict[str, Any] = {"max_model_len": MAX_LEN, "max_num_seqs": 32, "kv_cache_gb": 0.05}
 BF16_ULP = 2.0**-8
 
 PROMPTS = [[2 + (7 * i + 3 * j) % 97 for j in range(5 + i)] for i in range(4)]
 LONG = [2 + (5 * j) % 97 for j in range(140)]  # more than one block of the CPU's prefix cache (128 tokens)
 SAMPLING = Sampling(n=4, max_tokens=24)
-
-
-def write_checkpoint(folder: Path, config: Any, quantization: QuantFormat) -> dict[str, Tensor]:
-    """A random checkpoint with tokenizer in ``folder``; returns the numbers it stands for, in FP32, by their names."""
-    torch.manual_seed(0)
-    config.update({"vocab_size": VOCAB, "eos_token_id": EOS, "bos_token_id": 0, "pad_token_id": None})
-    config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
-    weights = {}
-    for name, value in AutoModelForCausalLM.from_config(config).state_dict().items():
-        noise = torch.randn(value.shape)
-        if not (config.tie_word_embeddings and name == "lm_head.weight"):
-            weights[name] = (1 + 0.2 * noise if "norm" in name else 0.15 * noise).bfloat16()
-    stored, dense = dict(weights), {name: value.float() for name, value in weights.items()}
-    if quantization.config is not None:
-        for layer in range(config.num_hidden_layers):
-            for group in FUSED:
-                block = "self_attn" if group[0] in ("q_proj", "o_proj") else "mlp"
-                names = [f"model.layers.{layer}.{block}.{member}" for member in group]
-                parts = quantization.quantize([stored.pop(f"{name}.weight") for name in names])
-                for name, part in zip(names, parts, strict=True):
-                    stored |= {f"{name}.{key}": value.contiguous() for key, value in part.items()}
-                    dense[f"{name}.weight"] = dequantize_nvfp4(part)
-    folder.mkdir()
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    written = json.loads(config.to_json_string(use_diff=False)) | {"dtype": "bfloat16"}
-    if quantization.config is not None:
-        written["quantization_config"] = quantization.config
-    (folder / "config.json").write_text(json.dumps(written))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, SECOND_EOS]}))
-    words = {"<unk>": 0, "<eos>": EOS} | {f"w{i}": i for i in range(2, VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>").save_pretrained(folder)
-    return dense
-
-
-def dequantize_nvfp4(part: dict[str, Tensor]) -> Tensor:
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-    packed = part["weight_packed"].long()
-    codes = torch.stack([packed % 16, packed // 16], -1).flatten(1)
-    return values[codes] * (part["weight_scale"].float() / part["weight_global_scale"]).repeat_interleave(16, dim=1)
-
-
-class Reference:
-    """Hugging Face's model with PEFT's adapter."""
-
-    def __init__(self, config: Any, dense: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-        missing, unexpected = model.load_state_dict(dense, strict=False)
-        assert missing == ["lm_head.weight"] * config.tie_word_embeddings
-        assert not unexpected
-        self.peft = (
-            get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS))).to(dtype).eval()
-        )
-        self.norms = {
-            n: m.weight for n, m in self.peft.base_model.model.named_modules() if type(m).__name__.endswith("RMSNorm")
-        }
-        self.lora = {n.replace(".default", ""): p for n, p in self.peft.named_parameters() if "lora_" in n}
-
-    @torch.no_grad()
-    def set_adapter(self, tensors: dict[str, Tensor]) -> None:
-        assert tensors.keys() == self.lora.keys()
-        for name, value in tensors.items():
-            self.lora[name].copy_(value)
-
-    @torch.no_grad()
-    def logprobs(
-        self, prompt: list[int], completion: list[int], temperature: float = 1.0, top_p: float = 1.0
-    ) -> Tensor:
-        logits = self.peft(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float() / temperature
-        ranked, order = logits.softmax(-1).sort(-1, descending=True)
-        outside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, ranked.cumsum(-1) - ranked >= top_p)
-        kept = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
-        return kept.gather(-1, torch.tensor(completion)[:, None])[:, 0]
-
-    def worst(self, prompts: list[list[int]], groups: list[list[Completion]], **how: float) -> float:
-        """The largest difference of a log-probability."""
-        return max(
-            (torch.tensor(c.logprobs) - self.logprobs(prompt, c.token_ids, **how)).abs().max().item()
-            for prompt, group in zip(prompts, groups, strict=True)
-            for c in group
-        )
-
-
-def random_adapter(reference: Reference, seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: 0.1 * torch.randn(p.shape, generator=generator) for name, p in sorted(reference.lora.items())}
-
-
-def qwen2(**more: Any) -> Qwen2Config:
-    return Qwen2Config(**small(), tie_word_embeddings=True, **more)
-
-
-def small() -> dict[str, Any]:
-    return {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "max_position_embeddings": MAX_LEN, "vocab_size": VOCAB}  # fmt: skip
 
 
 @dataclass
