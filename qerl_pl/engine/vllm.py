@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qerl_pl.engine import vllm_compat
 from qerl_pl.engine.base import ENGINES, Engine, EngineSpec, Progress
+from qerl_pl.engine.vllm_random import load_format, random_weights
 from qerl_pl.types import Completion, Sampling
 
 GIB = 2**30
@@ -67,7 +68,7 @@ class VLLMEngine(Engine):
             vllm_compat.unchanged_process(self._cuda),
             vllm_compat.uncompiled(self._cuda),
         ):
-            with vllm_compat.patched_layers(spec.quantization, dtype, self._cuda):
+            with vllm_compat.patched_layers(spec.quantization, dtype, self._cuda), random_weights(spec.folder):
                 llm = vllm_compat.build(self._settings(spec))
             try:
                 self._norms = vllm_compat.norm_weights(llm)
@@ -91,6 +92,7 @@ class VLLMEngine(Engine):
             "enforce_eager": eager,
             "max_lora_rank": min(rank for rank in vllm_compat.LORA_RANKS if rank >= spec.rank),
             "lora_target_modules": list(spec.targets),
+            **load_format(spec.folder),
         }
         kv_cache_gb = self.kv_cache_gb if self._cuda else self.kv_cache_gb or 1.0
         if kv_cache_gb is not None:
