@@ -108,7 +108,7 @@ def _dense(weights: Weights, name: str, spec: EngineSpec) -> nn.Module:
     weight = weights[f"{name}.weight"].to(spec.device, DTYPES[spec.dtype])
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
-    layer.bias = _bias(weights, name, spec)
+    layer.register_parameter("bias", _bias(weights, name, spec))
     return layer
 
 
@@ -129,7 +129,7 @@ def _nf4(weights: Weights, name: str, spec: EngineSpec) -> nn.Module:
     layer.weight = bnb.nn.Params4bit(
         weight.to(spec.device, dtype), requires_grad=False, compress_statistics=False, quant_type="nf4", module=layer
     )
-    layer.bias = _bias(weights, name, spec)
+    layer.register_parameter("bias", _bias(weights, name, spec))
     return layer.to(spec.device)  # this is where it quantizes
 
 
@@ -149,7 +149,7 @@ class Decompressed(nn.Linear):
         self.weight = nn.Parameter(torch.empty(0, device=spec.device), requires_grad=False)  # PEFT asks its device
         for key, tensor in stored.items():
             self.register_buffer(key, tensor.to(spec.device))
-        self.bias = _bias(weights, name, spec)
+        self.register_parameter("bias", _bias(weights, name, spec))
         settings = spec.quantization.config
         assert settings is not None
         self.keys = tuple(stored)

@@ -47,8 +47,7 @@ class Results:
         self.rows.append({**what, **values, "run": len(self._runs) - 1})
         print(" ".join(f"{key}={value}" for key, value in {**what, **values}.items()), flush=True)
         if self.output is not None:
-            new = {_identity(row) for row in self.rows}
-            rows = [row for row in self._old if _identity(row) not in new] + self.rows
+            rows = [row for row in self._old if not any(_replaces(new, row) for new in self.rows)] + self.rows
             self.output.parent.mkdir(parents=True, exist_ok=True)
             unfinished = self.output.with_name(f".{self.output.name}.new")
             unfinished.write_text(json.dumps({**self._runs[-1], "runs": self._runs, "rows": rows}, indent=1) + "\n")
@@ -77,8 +76,10 @@ class Results:
             raise RuntimeError(f"bench {self.bench}: {len(self.failed)} candidates failed, first: {self.failed[0]}")
 
 
-def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(key) for key in IDENTITY)
+def _replaces(new: dict[str, Any], old: dict[str, Any]) -> bool:
+    """Whether both measure the same. A candidate that failed has one row for all its batches or phases."""
+    keys = [key for key in IDENTITY if key in old or "error" not in old]
+    return all(new.get(key) == old.get(key) for key in keys)
 
 
 def _short(value: Any) -> Any:

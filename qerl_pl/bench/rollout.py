@@ -10,7 +10,16 @@ from typing import Any
 import torch
 
 from qerl_pl.bench.results import (
-    Results, choices, device, free_memory, memory_fraction, names, numbers, peak, seconds, spread,
+    Results,
+    choices,
+    device,
+    free_memory,
+    memory_fraction,
+    names,
+    numbers,
+    peak,
+    seconds,
+    spread,
 )  # fmt: skip
 from qerl_pl.checkpoint import PROJECTIONS, prepare
 from qerl_pl.engine.base import EngineSpec
@@ -23,7 +32,7 @@ VARIANTS = ("stock", "ours")
 
 def rollout(
     model: str = "7B",
-    format: str = "nvfp4,bf16",  # noqa: A002
+    format: str = "nvfp4,bf16",
     variant: str = "stock,ours",
     rank: str = "32",
     batch: str = "1,2,8,64,256",
@@ -68,9 +77,7 @@ def rollout(
     results.finish()
 
 
-def _measure(
-    results: Results, what: dict[str, Any], batches: Sequence[int], repeats: int, fraction: float
-) -> None:
+def _measure(results: Results, what: dict[str, Any], batches: Sequence[int], repeats: int, fraction: float) -> None:
     """One engine, all batches."""
     where, dtype = device()
     quantization = FORMATS[what["format"]]()
@@ -95,7 +102,7 @@ def _measure(
                     counts.append(engine.generate(prompts, tokens))
 
                 once(min(24, what["completion_length"]))
-                times = seconds(lambda: once(what["completion_length"]), repeats)  # noqa: B023 called at once
+                times = seconds(lambda: once(what["completion_length"]), repeats)
                 rates = [count / time for count, time in zip(counts[-repeats:], times, strict=True)]
                 measured = {
                     **spread("tokens_per_s", rates), **spread("milliseconds", [1e3 * t for t in times]),

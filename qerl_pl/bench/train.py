@@ -1,6 +1,7 @@
 """Forward and backward of one micro-batch."""
 
 import json
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +12,16 @@ from torch import Tensor
 
 from qerl_pl.bench import peers
 from qerl_pl.bench.results import (
-    Results, choices, device, free_memory, limit_memory, names, numbers, peak, seconds, spread,
+    Results,
+    choices,
+    device,
+    free_memory,
+    limit_memory,
+    names,
+    numbers,
+    peak,
+    seconds,
+    spread,
 )  # fmt: skip
 from qerl_pl.checkpoint import PROJECTIONS, prepare
 from qerl_pl.engine.base import EngineSpec
@@ -26,7 +36,7 @@ Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def train(
     model: str = "7B",
-    format: str = "nvfp4,bf16",  # noqa: A002
+    format: str = "nvfp4,bf16",
     variant: str = "ours",
     rank: str = "32",
     tokens: int = 16384,
@@ -117,7 +127,7 @@ def _measure(what: dict[str, Any], repeats: int) -> dict[str, Any]:
         **spread("tokens_per_s", [sequences * length / t for t in times]),
         **spread("tflops", tflops),
         "matmul_tflops": rate,
-        "share": sorted(tflops)[len(tflops) // 2] / rate,
+        "share": statistics.median(tflops) / rate,
         **peak(),
         **loaded,
         "start_s": start,
@@ -143,5 +153,4 @@ def matmul_tflops(where: str) -> float:
     """Measured rate of one large BF16 product: the median of 20."""
     size = 8192 if where == "cuda" else 256
     a, b = (torch.randn(size, size, device=where, dtype=torch.bfloat16) for _ in range(2))
-    times = sorted(seconds(lambda: a @ b, 20, warm_up=5))
-    return 2 * size**3 / times[10] / 1e12
+    return 2 * size**3 / statistics.median(seconds(lambda: a @ b, 20, warm_up=5)) / 1e12
