@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_pl.bench import peers, results
+from qerl_pl.bench import machine, peers, results
 from qerl_pl.bench.commands import WHAT, bench
 from qerl_pl.bench.train import flops, ours
 from qerl_pl.checkpoint import PROJECTIONS, prepare
@@ -186,6 +186,16 @@ def test_rows_are_merged(tmp_path, capsys):
     ]  # fmt: skip
     with pytest.raises(RuntimeError, match="1 candidates failed, first: RuntimeError: broken"):
         second.finish()
+
+
+def test_a_result_names_its_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_output", lambda *_: None)  # as without git
+    results.Results("train", None).add({"model": "7B"}, {"milliseconds": 1.0})
+    with pytest.raises(ValueError, match="no git checkout; give --commit"):
+        results.Results("train", tmp_path / "train.json")
+    answers = {"rev-parse": "abc", "status": " M file"}
+    monkeypatch.setattr(machine, "_output", lambda _, word, *__: answers.get(word))
+    assert machine.describe()["commit"] == "abc, changed"
 
 
 def test_spread_and_seconds():

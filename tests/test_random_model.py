@@ -10,6 +10,7 @@ from qerl_pl import random_model
 from qerl_pl.checkpoint import Weights, prepare, resolve
 from qerl_pl.engine import EngineSpec, TransformersEngine, VLLMEngine
 from qerl_pl.engine.base import stop_tokens
+from qerl_pl.engine.vllm_random import fill
 from qerl_pl.model import build_model
 from qerl_pl.policy import Policy
 from qerl_pl.types import Sampling
@@ -145,3 +146,13 @@ def test_the_dense_model_is_the_packed_one(tmp_path):
     ids = torch.tensor([PROMPTS[1]])
     packed, dense = (build_model(folder, NVFP4(), torch.float32, dense=dense)(ids).logits for dense in (False, True))
     torch.testing.assert_close(packed, dense)
+
+
+def test_a_layer_that_the_engine_lacks_is_named(tmp_path):
+    model = torch.nn.Module()
+    model.packed_modules_mapping = {}
+    tensors = random_model.RandomTensors(prepare("random:tiny-test", BF16(), tmp_path))
+    with pytest.raises(
+        ValueError, match=r"no place for lm_head\.weight, .* \(\d+ in all\)"
+    ):
+        fill(model, tensors)

@@ -18,6 +18,9 @@ def describe(commit: str | None = None) -> dict[str, Any]:
     """Machine, date, commit and versions. ``commit`` is for a machine that has the files, but not their history."""
     import torch
 
+    commit = commit or _commit()
+    if commit is None:
+        raise ValueError("which commit is measured? This is no git checkout; give --commit")
     found = {}
     for name in PACKAGES:
         try:
@@ -32,7 +35,7 @@ def describe(commit: str | None = None) -> dict[str, Any]:
         facts["card_gb"] = round(torch.cuda.get_device_properties(0).total_memory / 1e9, 1)
         facts["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
         facts["cuda"] = torch.version.cuda
-    return facts | {"date": datetime.date.today().isoformat(), "commit": commit or _commit(), "versions": found}
+    return facts | {"date": datetime.date.today().isoformat(), "commit": commit, "versions": found}
 
 
 def _commit() -> str | None:

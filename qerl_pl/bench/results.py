@@ -34,9 +34,7 @@ class Results:
         old = json.loads(output.read_text()) if output is not None and output.is_file() else {"runs": [], "rows": []}
         self._old: list[dict[str, Any]] = old["rows"]
         command = f"qerl-pl {' '.join(sys.argv[1:])}"
-        run = describe(commit) | {"command": command}
-        if output is not None and run["commit"] is None:
-            raise ValueError(f"--output {output}: which commit is measured? This is no git checkout; give --commit")
+        run = describe(commit) | {"command": command} if output is not None else {}
         self._runs: list[dict[str, Any]] = [*old["runs"], run]
 
     def add(self, what: dict[str, Any], measured: dict[str, Any]) -> None:
