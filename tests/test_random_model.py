@@ -152,7 +152,5 @@ def test_a_layer_that_the_engine_lacks_is_named(tmp_path):
     model = torch.nn.Module()
     model.packed_modules_mapping = {}
     tensors = random_model.RandomTensors(prepare("random:tiny-test", BF16(), tmp_path))
-    with pytest.raises(
-        ValueError, match=r"no place for lm_head\.weight, .* \(\d+ in all\)"
-    ):
+    with pytest.raises(ValueError, match=r"no place for lm_head\.weight, .* \(\d+ in all\)"):
         fill(model, tensors)

@@ -69,7 +69,7 @@ class VLLMEngine(Engine):
             vllm_compat.uncompiled(self._cuda),
         ):
             with vllm_compat.patched_layers(spec.quantization, dtype, self._cuda), random_weights(spec.folder):
-                llm = vllm_compat.build(self._settings(spec))
+                llm = vllm_compat.build(self._settings(spec) | load_format(spec.folder))
             try:
                 self._norms = vllm_compat.norm_weights(llm)
                 self._slots = vllm_compat.register_adapter(llm, spec.targets, spec.rank, spec.alpha)
@@ -92,7 +92,6 @@ class VLLMEngine(Engine):
             "enforce_eager": eager,
             "max_lora_rank": min(rank for rank in vllm_compat.LORA_RANKS if rank >= spec.rank),
             "lora_target_modules": list(spec.targets),
-            **load_format(spec.folder),
         }
         kv_cache_gb = self.kv_cache_gb if self._cuda else self.kv_cache_gb or 1.0
         if kv_cache_gb is not None:
