@@ -1,5 +1,6 @@
 """The LightningModule: one training step of quantization-enhanced reinforcement learning (arXiv 2510.11696)."""
 
+import json
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -136,7 +137,8 @@ class QeRLModule(LightningModule):
         self.data.engine.start(spec)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(self.seed, "adapter"))
-            self.policy = Policy(spec, self.gradient_checkpointing)
+            layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+            self.policy = Policy(spec, None, layers if self.gradient_checkpointing else 0)
 
     def configure_optimizers(self) -> Any:
         from transformers import get_scheduler

@@ -411,8 +411,8 @@ def test_start_refuses_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.Mon
         start(rank=513)
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=1"):
         start(device="cuda:1")
-    with pytest.raises(ValueError, match="memory_fraction"):
-        VLLMEngine(memory_fraction=50)
+    with pytest.raises(ValueError, match="engine.max_num_seqs: 0 must be"):
+        VLLMEngine(max_num_seqs=0)
     with monkeypatch.context() as patch:
         patch.setattr(torch.distributed, "is_initialized", lambda: True)
         patch.setattr(torch.distributed, "get_world_size", lambda: 4)

@@ -1,7 +1,7 @@
 """Sampling engines behind one interface."""
 
-from qerl_pl.engine.base import ENGINES, Engine, EngineName, EngineSpec, Progress
+from qerl_pl.engine.base import ENGINES, CannotShare, Engine, EngineName, EngineSpec, Progress
 from qerl_pl.engine.transformers import TransformersEngine
 from qerl_pl.engine.vllm import VLLMEngine
 
-__all__ = ["ENGINES", "Engine", "EngineName", "EngineSpec", "Progress", "TransformersEngine", "VLLMEngine"]
+__all__ = ["ENGINES", "CannotShare", "Engine", "EngineName", "EngineSpec", "Progress", "TransformersEngine", "VLLMEngine"]
