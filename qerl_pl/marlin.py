@@ -15,30 +15,37 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_IN, TILE_OUT = 16, 64
-_GLOBAL = 2.0**-119
+_GLOBAL = 2.0 ** (16 - 119)
 
 
 @triton.jit
-def _dequantize(packed, scales, dense, columns, first, width, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """TILES tiles along the inputs of one column of tiles: FP4 · FP8 is exact in BF16."""
+def _dequantize(packed, scales, dense, columns, first, width, TILES: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """TILES tiles along the inputs by WIDE along the outputs, times 2^-16.
+
+    No number is converted: a code's bits, put where FP32 has its sign, lowest exponent and highest mantissa bits, are
+    its value times 2^-126, and FP4 · FP8 has so few digits that the upper half of an FP32 is the BF16.
+    """
     row = tl.program_id(0) * TILES
-    tile = first // 64 + tl.program_id(1)
+    tile = tl.program_id(1) * WIDE
     rows = row + tl.arange(0, TILES)[:, None]
-    words = tl.load(packed + rows * (2 * columns) + tile * 128 + tl.arange(0, 128)[None, :])  # [TILES, 128]
-    place = tl.arange(0, 8)  # bits of a code in its word: 4·(4a + 2b + c)
-    codes = (words[:, :, None] >> (4 * place)[None, None, :]) & 0xF  # [TILES, (i q j), (a b c)]
-    codes = tl.reshape(codes, [TILES, 8, 4, 4, 2, 2, 2])
-    codes = tl.permute(codes, [0, 6, 2, 4, 3, 5, 1])  # tile, then input c q a, then output j b i
-    codes = tl.reshape(codes, [TILES, 16, 64])
-    # The three low bits of a code, put at FP16's lowest exponent and highest mantissa bits, are its value times 2^-14.
-    value = (((codes & 7) << 9) | ((codes & 8) << 12)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    scale = tl.load(scales + rows * columns + tile * 64 + tl.arange(0, 64)[None, :]).to(tl.int32)
-    scale = tl.permute(tl.reshape(scale, [TILES, 8, 2, 2, 2]), [0, 2, 4, 3, 1])  # (i u b v) -> (u v b i)
-    scale = tl.reshape(scale << 7, [TILES, 1, 64]).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    value = tl.reshape(value * (scale * 128.0), [TILES * 16, 64])  # 2^14 · 2^-7
+    begin = first // 64 + tile
+    words = tl.load(packed + rows * (2 * columns) + begin * 128 + tl.arange(0, WIDE * 128)[None, :])
+    left = 28 - 4 * tl.arange(0, 8)  # brings each code to the top of its word
+    codes = words[:, :, None] << left[None, None, :]  # [TILES, (tile i q j), (a b c)]
+    bits = (codes & -2147483648) | ((codes >> 6) & 0x01C00000)
+    bits = tl.reshape(bits, [TILES, WIDE, 8, 4, 4, 2, 2, 2])
+    bits = tl.reshape(tl.permute(bits, [0, 7, 3, 5, 1, 4, 6, 2]), [TILES, 16, WIDE * 64])  # (c q a) by (tile j b i)
+    scale = tl.load(scales + rows * columns + begin * 64 + tl.arange(0, WIDE * 64)[None, :]).to(tl.int32)
+    scale = tl.permute(tl.reshape(scale, [TILES, WIDE, 8, 2, 2, 2]), [0, 1, 3, 5, 4, 2])  # (i u b v) -> (u v b i)
+    scale = tl.reshape(scale << 7, [TILES, 1, WIDE * 64]).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    value = tl.reshape(
+        bits.to(tl.float32, bitcast=True) * (scale * 10141204801825835211973625643008.0), [TILES * 16, WIDE * 64]
+    )
+    if dense.dtype.element_ty == tl.bfloat16:
+        value = (value.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     inputs = row * 16 + tl.arange(0, TILES * 16)[:, None]
-    outputs = tl.program_id(1) * 64 + tl.arange(0, 64)[None, :]
-    tl.store(dense + inputs.to(tl.int64) * width + outputs, value.to(dense.dtype.element_ty))
+    outputs = tile * 64 + tl.arange(0, WIDE * 64)[None, :]
+    tl.store(dense + inputs.to(tl.int64) * width + outputs, value)
 
 
 @dataclass(frozen=True)
@@ -80,10 +87,12 @@ class MarlinWeight:
         out_features, in_features = self.shape
         dense = _scratch(out_features * in_features, dtype, self.packed.device).view(in_features, out_features)
         columns, tiles = self.packed.shape[1] // 2, self.packed.shape[0]
-        together = next(n for n in (8, 4, 2, 1) if tiles % n == 0)
-        grid = (tiles // together, out_features // TILE_OUT)
+        high = next(n for n in (2, 1) if tiles % n == 0)
+        wide = next(n for n in (2, 1) if out_features // TILE_OUT % n == 0)
+        grid = (tiles // high, out_features // TILE_OUT // wide)
+        scales = self.scales.view(torch.uint8)
         _dequantize[grid](
-            self.packed, self.scales.view(torch.uint8), dense, columns, self.first, out_features, TILES=together
+            self.packed, scales, dense, columns, self.first, out_features, TILES=high, WIDE=wide, num_warps=2
         )
         return dense.T
 

@@ -3,9 +3,9 @@
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning import LightningModule
@@ -16,7 +16,7 @@ from torch import Tensor
 from qerl_pl.batching import micro_batches, minibatches
 from qerl_pl.callbacks import AdapterSync, AdaptiveQuantizationNoise
 from qerl_pl.checkpoint import prepare, resolve
-from qerl_pl.engine.base import EngineSpec
+from qerl_pl.engine.base import CannotShare, EngineSpec
 from qerl_pl.losses import Loss, clipped_surrogate, importance_weights, token_weights
 from qerl_pl.metrics import PassRate, StepLog
 from qerl_pl.policy import DTYPES, LoRA, Policy, copy_adapter
@@ -51,8 +51,10 @@ class QeRLModule(LightningModule):
         lr_schedule: of the learning rate over all optimizer steps: constant, linear or cosine, after the warm-up.
         warmup: share of the optimizer steps in which the rate rises from 0.
         max_grad_norm: gradients are scaled down to this norm.
-        tokens_per_micro_batch: completions × longest one that go through the model at once.
-        gradient_checkpointing: compute activations again in backward; less memory, a third more time.
+        tokens_per_micro_batch: tokens, prompts included, that go through the model at once.
+        gradient_checkpointing: decoder layers that compute their activations again in backward (true: all; a number:
+            so many; auto: as many as the memory needs). A layer takes a third more time and a tenth of the memory.
+        shared_base: on CUDA, compute from the engine's own copy of the base.
         dtype: of the trainer's and engine's arithmetic: float32, bfloat16, or auto (bfloat16 on a GPU).
         seed: of noise and minibatch order.
     """
@@ -71,7 +73,8 @@ class QeRLModule(LightningModule):
         warmup: float = 0.1,
         max_grad_norm: float = 0.2,
         tokens_per_micro_batch: int = 16384,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | int | Literal["auto"] = "auto",
+        shared_base: bool = True,
         dtype: str = "auto",
         seed: int = 0,
     ) -> None:
@@ -85,7 +88,7 @@ class QeRLModule(LightningModule):
         self.make_optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self.lr_schedule, self.warmup = lr_schedule, warmup
         self.tokens_per_micro_batch, self.gradient_checkpointing = tokens_per_micro_batch, gradient_checkpointing
-        self.dtype_name, self.seed = dtype, seed
+        self.shared_base, self.dtype_name, self.seed = shared_base, dtype, seed
         self.automatic_optimization = False  # Lightning would divide each micro-batch's loss by their number
         self.strict_loading = False  # checkpoints hold the adapter, never the base
         self.step_log = StepLog()
@@ -135,10 +138,22 @@ class QeRLModule(LightningModule):
             max_length=self.data.max_prompt_length + self.data.sampling.max_tokens,
         )
         self.data.engine.start(spec)
+        shared = self._shared_weights() if on_gpu else None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(self.seed, "adapter"))
-            layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
-            self.policy = Policy(spec, None, layers if self.gradient_checkpointing else 0)
+            self.policy = Policy(spec, shared, self._checkpointed_layers(folder))
+
+    def _shared_weights(self) -> Mapping[str, Any] | None:
+        """The engine's weights, or None for a copy of our own; which of the two is said aloud."""
+        try:
+            if not self.shared_base:
+                raise CannotShare("model.shared_base is false")
+            weights = self.data.engine.shared_weights()
+        except CannotShare as reason:
+            self.data.collector.report("note", f"base: the trainer holds a packed copy of its own ({reason})")
+            return None
+        self.data.collector.report("note", "base: one copy, the trainer computes from the engine's weights")
+        return weights  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> Any:
         from transformers import get_scheduler
@@ -181,6 +196,7 @@ class QeRLModule(LightningModule):
         updates.
         """
         started = time.perf_counter()
+        self.data.engine.release_cache()
         rate = float(self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr, arg-type]
         mask = self._loss_mask(batch)
         old = None

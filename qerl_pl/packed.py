@@ -37,9 +37,8 @@ class _Matmul(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
             rows = _input(x, up, dtype)
-            y = _times(rows, layer.dense(dtype).T, layer.scale)
-            if a is not None and b is not None:
-                y.addmm_(rows @ a.to(dtype).T, b.to(dtype).T, alpha=s)
+            low = None if a is None or b is None else s * (rows @ a.to(dtype).T) @ b.to(dtype).T
+            y = _times(rows, layer.dense(dtype).T, layer.scale, low)
             if layer.bias is not None:
                 y += layer.bias.to(dtype)
         ctx.layer, ctx.s, ctx.dtype, ctx.x_dtype, ctx.shape = layer, s, dtype, x.dtype, x.shape
@@ -58,9 +57,7 @@ class _Matmul(torch.autograd.Function):
                 da, db = _times_fp32(dz.T, rows), _times_fp32(dy.T, ctx.s * (rows @ low.T))
                 del rows
             if ctx.needs_input_grad[0]:
-                dx = _times(dy, ctx.layer.dense(ctx.dtype), ctx.layer.scale)
-                if a is not None:
-                    dx.addmm_(dz, low)
+                dx = _times(dy, ctx.layer.dense(ctx.dtype), ctx.layer.scale, None if a is None else dz @ low)
                 if up is not None:
                     dx, dup = swiglu_backward(dx, x.reshape(dx.shape), up.reshape(dx.shape))
                     dup = dup.view(ctx.shape)
@@ -73,8 +70,13 @@ def _input(x: Tensor, up: Tensor | None, dtype: torch.dtype) -> Tensor:  # [...,
     return (rows if up is None else swiglu(rows, up.reshape(rows.shape))).to(dtype)
 
 
-def _times(x: Tensor, w: Tensor, scale: float) -> Tensor:
-    """scale · x w, with the factor applied to the FP32 sum."""
+def _times(x: Tensor, w: Tensor, scale: float, addend: Tensor | None) -> Tensor:
+    """scale · x w + addend, the factor applied to the FP32 sum; written over the addend.
+
+    The large product comes last, because it hides the reading of the addend behind its arithmetic.
+    """
+    if addend is not None:
+        return addend.addmm_(x, w, alpha=scale)
     return x @ w if scale == 1 else torch.addmm(x.new_empty(()), x, w, beta=0, alpha=scale)
 
 

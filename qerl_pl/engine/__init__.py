@@ -4,4 +4,13 @@ from qerl_pl.engine.base import ENGINES, CannotShare, Engine, EngineName, Engine
 from qerl_pl.engine.transformers import TransformersEngine
 from qerl_pl.engine.vllm import VLLMEngine
 
-__all__ = ["ENGINES", "CannotShare", "Engine", "EngineName", "EngineSpec", "Progress", "TransformersEngine", "VLLMEngine"]
+__all__ = [
+    "ENGINES",
+    "CannotShare",
+    "Engine",
+    "EngineName",
+    "EngineSpec",
+    "Progress",
+    "TransformersEngine",
+    "VLLMEngine",
+]

@@ -11,7 +11,7 @@ def _dequantize(packed, scales, divisor, dense, total, BLOCK: tl.constexpr):  # 
     """BLOCK bytes of two codes, low nibble first; eight bytes share a scale. Rows do not matter to either."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     byte = tl.load(packed + at, mask=at < total, other=0).to(tl.int32)
-    code = tl.interleave(byte & 0xF, byte >> 4)  # [2 · BLOCK]
+    code = tl.reshape(tl.join(byte & 0xF, byte >> 4), [2 * BLOCK])
     # The three low bits of a code, put at FP16's lowest exponent and highest mantissa bits, are its value times 2^-14;
     # an E4M3 number shifted by seven is its value times 2^-8.
     value = (((code & 7) << 9) | ((code & 8) << 12)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
