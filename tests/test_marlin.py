@@ -114,7 +114,6 @@ def test_parts_end_where_tiles_do() -> None:
 def test_policy_on_an_engines_weights(kernels: ModuleType, tmp_path: Path) -> None:
     """Log-probabilities and gradients are Hugging Face's and PEFT's; no projection is read from the checkpoint."""
     config = qwen2()
-    config.update({"hidden_size": 256, "intermediate_size": 128, "num_key_value_heads": 4})
     dense = write_checkpoint(tmp_path / "model", config, NVFP4())
     from qerl_pl.checkpoint import Weights
 
