@@ -52,6 +52,7 @@ class QeRLModule(LightningModule):
         max_grad_norm: gradients are scaled down to this norm.
         tokens_per_micro_batch: completions × longest one that go through the model at once.
         gradient_checkpointing: compute activations again in backward; less memory, a third more time.
+        proof_every: rollout batches between two proofs that the engine's log-probabilities are the trainer's.
         dtype: of the trainer's and engine's arithmetic: float32, bfloat16, or auto (bfloat16 on a GPU).
         seed: of noise and minibatch order.
     """
@@ -71,6 +72,7 @@ class QeRLModule(LightningModule):
         max_grad_norm: float = 0.2,
         tokens_per_micro_batch: int = 16384,
         gradient_checkpointing: bool = False,
+        proof_every: int = 10,
         dtype: str = "auto",
         seed: int = 0,
     ) -> None:
@@ -84,7 +86,7 @@ class QeRLModule(LightningModule):
         self.make_optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self.lr_schedule, self.warmup = lr_schedule, warmup
         self.tokens_per_micro_batch, self.gradient_checkpointing = tokens_per_micro_batch, gradient_checkpointing
-        self.dtype_name, self.seed = dtype, seed
+        self.proof_every, self.dtype_name, self.seed = proof_every, dtype, seed
         self.automatic_optimization = False  # Lightning would divide each micro-batch's loss by their number
         self.strict_loading = False  # checkpoints hold the adapter, never the base
         self.step_log = StepLog()
@@ -99,11 +101,9 @@ class QeRLModule(LightningModule):
         return self.trainer.datamodule  # type: ignore[attr-defined]
 
     def configure_callbacks(self) -> list[Callback]:
-        """The adapter goes to the sampler first, then the noise."""
-        return [
-            AdapterSync(),
-            AdaptiveQuantizationNoise(self.noise, self.noise_norms, self.noise_in_trainer, self.seed),
-        ]
+        """The adapter goes to the sampler first, then the noise: the proof between the two has none."""
+        noise = AdaptiveQuantizationNoise(self.noise, self.noise_norms, self.noise_in_trainer, self.seed)
+        return [AdapterSync(noise, self.proof_every), noise]
 
     def setup(self, stage: str) -> None:
         if self.trainer.world_size > 1:
@@ -183,8 +183,8 @@ class QeRLModule(LightningModule):
         mask = self._loss_mask(batch)
         old = None
         if self.updates_per_rollout > 1:  # at the first and only update π_old is π
-            old = self._logprobs_without_grad(batch)
-        reference = self._logprobs_without_grad(batch, adapter=False) if self.loss.beta else None
+            old = self.logprobs_without_grad(batch)
+        reference = self.logprobs_without_grad(batch, adapter=False) if self.loss.beta else None
         for iteration in range(self.loss.num_iterations):
             seed = derive_seed(self.seed, "minibatches", batch.step, iteration)
             for rows in minibatches(len(batch), self.loss.num_minibatches, seed):
@@ -250,7 +250,8 @@ class QeRLModule(LightningModule):
             done += len(micro)
 
     @torch.no_grad()
-    def _logprobs_without_grad(self, batch: RolloutBatch, adapter: bool = True) -> Tensor:  # [B, T]
+    def logprobs_without_grad(self, batch: RolloutBatch, adapter: bool = True) -> Tensor:
+        """log π(token) at completion tokens [B, T], 0 elsewhere; in micro-batches."""
         assert self.policy is not None
         out = torch.zeros_like(batch.sampler_logprobs)
         for micro in self._micro_batches(batch):
