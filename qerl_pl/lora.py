@@ -11,14 +11,14 @@ from qerl_pl.packed import FrozenLinear, frozen_linear
 class LoRALinear(lora.Linear):
     """What PEFT puts around a :class:`FrozenLinear`; parameters, names and files are PEFT's."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """x [..., in] -> [..., out]; a second tensor ``up`` makes the input silu(x) · up."""
+    def forward(self, x: Tensor, up: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """x [..., in] -> [..., out]; with ``up`` the input is silu(x) · up."""
         base: Any = self.get_base_layer()
         if self.disable_adapters:
-            y: Tensor = base(x, *args)
-            return y
-        a, b = self.lora_A["default"].weight, self.lora_B["default"].weight
-        return frozen_linear(x, base, *(args or (None,)), a, b, self.scaling["default"])
+            return frozen_linear(x, base, up)
+        a: Any = self.lora_A["default"].weight
+        b: Any = self.lora_B["default"].weight
+        return frozen_linear(x, base, up, a, b, self.scaling["default"])
 
 
 CUSTOM: dict[Any, Any] = {FrozenLinear: LoRALinear}

@@ -18,7 +18,7 @@ TILE_IN, TILE_OUT = 16, 64
 _GLOBAL = 2.0 ** (16 - 119)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _dequantize(packed, scales, dense, columns, first, width, TILES: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """TILES tiles along the inputs by WIDE along the outputs, times 2^-16.
 

@@ -15,8 +15,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class Weight(Protocol):
     """A frozen weight [out, in] that belongs to somebody else, for example to the engine."""
 
-    shape: Any
-    scale: float
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+
+    @property
+    def scale(self) -> float:
+        """The factor that ``dense`` leaves out."""
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight without its factor ``scale``; valid until the next call."""
@@ -166,7 +171,12 @@ class DenseWeight:
     scale = 1.0
 
     def __init__(self, weight: Tensor) -> None:
-        self.tensor, self.shape = weight, tuple(weight.shape)
+        self.tensor = weight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.tensor.shape
+        return rows, columns
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         return self.tensor.to(dtype)

@@ -16,6 +16,7 @@ from qerl_pl.layers import Packing, use_packed_layers
 from qerl_pl.logprobs import token_logprobs
 from qerl_pl.model import build_model, rms_norms
 
+ALL = 1 << 30  # layers
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,15 @@ from qerl_pl import marlin, policy
 from qerl_pl.engine.base import EngineSpec
 from registry.quantization import NVFP4, nvfp4_triton
 from tests.reference import (
-    ALPHA, FUSED, RANK, TARGETS, Reference, dequantize_nvfp4, qwen2, random_adapter, write_checkpoint,
+    ALPHA,
+    FUSED,
+    RANK,
+    TARGETS,
+    Reference,
+    dequantize_nvfp4,
+    qwen2,
+    random_adapter,
+    write_checkpoint,
 )  # fmt: skip
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from transformers import (
     LlamaConfig,
-    Qwen2Config,
     Qwen3Config,
 )
 
@@ -411,7 +410,7 @@ def test_start_refuses_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.Mon
         start(rank=513)
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=1"):
         start(device="cuda:1")
-    with pytest.raises(ValueError, match="engine.max_num_seqs: 0 must be"):
+    with pytest.raises(ValueError, match="max_num_seqs: 0 must be"):
         VLLMEngine(max_num_seqs=0)
     with monkeypatch.context() as patch:
         patch.setattr(torch.distributed, "is_initialized", lambda: True)

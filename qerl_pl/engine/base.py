@@ -32,7 +32,7 @@ class EngineSpec:
     kv_cache_bytes: int | None = None  # planned size of the KV cache
 
 
-class CannotShare(Exception):
+class CannotShareError(Exception):
     """Why the trainer needs its own copy of the base."""
 
 
@@ -40,6 +40,8 @@ class Engine(ABC):
     """Samples from base + adapter + noise. The constructor takes settings only; ``start`` does the heavy work, once."""
 
     tokenizer: Any
+    plannable = False
+    """Whether the memory plan covers it: then it has max_num_seqs, max_num_batched_tokens and release_kv_cache."""
 
     @abstractmethod
     def start(self, spec: EngineSpec) -> None:
@@ -85,12 +87,13 @@ class Engine(ABC):
         """The frozen weights that the trainer can compute from, by Hugging Face's module name, so that they exist once.
 
         A :class:`~qerl_pl.packed.Weight` for each projection, a tensor [V, H] for embeddings and head. Raises
-        :class:`CannotShare` where the engine holds them in a form of its own.
+        :class:`CannotShareError` where the engine holds them in a form of its own.
         """
-        raise CannotShare(f"{type(self).__name__} keeps a copy of its own")
+        raise CannotShareError(f"{type(self).__name__} keeps a copy of its own")
 
-    def release_cache(self) -> None:
-        """Give the memory of keys and values back until the next ``generate``, as far as the engine can."""
+    def release_cache(self) -> int:
+        """Give the memory of keys and values back until the next ``generate``; return how many bytes that freed."""
+        return 0
 
     def close(self) -> None:
         """Free what ``start`` took."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.engine import vllm_compat
-from qerl_pl.engine.base import ENGINES, CannotShare, Engine, EngineSpec, Progress
+from qerl_pl.engine.base import ENGINES, CannotShareError, Engine, EngineSpec, Progress
 from qerl_pl.types import Completion, Sampling
 
 GIB = 2**30
@@ -36,6 +36,8 @@ class VLLMEngine(Engine):
         cudagraph_sizes: Batch sizes to capture; others are padded up to the next. By default about a dozen up to
             ``max_num_seqs``.
     """
+
+    plannable = True
 
     def __init__(
         self,
@@ -239,15 +241,18 @@ class VLLMEngine(Engine):
         """See the interface. On CUDA: Marlin's NVFP4 tensors or the BF16 weights, and embeddings and head."""
         llm = self._running()
         if not self._cuda:
-            raise CannotShare("vLLM's CPU build repacks its weights")
+            raise CannotShareError("vLLM's CPU build repacks its weights")
         return dict(vllm_compat.linear_weights(llm)) | vllm_compat.embedding_weights(llm)
 
-    def release_cache(self) -> None:
+    def release_cache(self) -> int:
         """See the interface. Cached prefixes are lost."""
-        if self._cuda and self.release_kv_cache and not self._released:
+        if not (self._cuda and self.release_kv_cache):
+            return 0
+        if not self._released:
             self.refresh()
             vllm_compat.release_cache()
             self._released = True
+        return vllm_compat.cache_bytes(self._llm)
 
     def _versions(self) -> int:
         """Grows with every write in place to norm or adapter."""

@@ -7,7 +7,7 @@ processes (``prepare``); then the worker's model is a plain ``nn.Module`` and it
 import gc
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qerl_pl.checkpoint import PROJECTIONS
-from qerl_pl.engine.base import CannotShare
+from qerl_pl.engine.base import CannotShareError
 from qerl_pl.marlin import MarlinWeight
 from qerl_pl.packed import DenseWeight, Weight
 from qerl_pl.types import Sampling
@@ -199,9 +199,10 @@ def norm_weights(llm: Any) -> dict[str, Tensor]:
 
 
 def linear_weights(llm: Any) -> Iterator[tuple[str, Weight]]:
-    """The weight of every projection by Hugging Face's name; those that vLLM computes as one are parts of one tensor."""
-    parts = getattr(model(llm), "packed_modules_mapping", {})
-    for name, module in model(llm).named_modules():
+    """The weight of every projection by Hugging Face's name; those that vLLM computes as one are parts of a tensor."""
+    parts: dict[str, list[str]] = lora_manager(llm).packed_modules_mapping
+    modules: Iterable[tuple[str, Any]] = model(llm).named_modules()
+    for name, module in modules:
         layer = getattr(module, "base_layer", module)  # below vLLM's LoRA
         sizes = getattr(layer, "output_partition_sizes", None) or [getattr(layer, "output_size_per_partition", 0)]
         parent, _, leaf = name.removesuffix(".base_layer").rpartition(".")
@@ -218,12 +219,11 @@ def _weight(name: str, layer: Any, first: int, size: int) -> Weight:
     weight, scales = layer.weight, getattr(layer, "weight_scale", None)
     if scales is None and weight.dtype.is_floating_point and weight.shape == (outputs, inputs):
         return DenseWeight(weight.detach()[first : first + size])
-    if (
-        weight.dtype != torch.int32
-        or weight.shape != (inputs // 16, 2 * outputs)
-        or getattr(scales, "shape", None) != (inputs // 16, outputs)
-    ):
-        raise CannotShare(f"vLLM holds {name} as {weight.dtype} {list(weight.shape)}, not in Marlin's NVFP4 layout")
+    marlin = weight.dtype == torch.int32 and weight.shape == (inputs // 16, 2 * outputs)
+    if scales is None or not marlin or scales.shape != (inputs // 16, outputs):
+        raise CannotShareError(
+            f"vLLM holds {name} as {weight.dtype} {list(weight.shape)}, not in Marlin's NVFP4 layout"
+        )
     scale = MarlinWeight.global_scale(float(layer.weight_global_scale))
     return MarlinWeight(weight.detach(), scales.detach(), scale, first, size)
 
@@ -232,11 +232,12 @@ def embedding_weights(llm: Any) -> dict[str, Tensor]:
     """Embeddings and head [vocabulary, H] by Hugging Face's name, without vLLM's padding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    found = {}
-    for name, module in model(llm).named_modules():
-        if isinstance(module, VocabParallelEmbedding) and isinstance(getattr(module, "weight", None), nn.Parameter):
-            found[name.removesuffix(".base_layer")] = module.weight.detach()[: module.org_vocab_size]
-    return found
+    kind: Any = VocabParallelEmbedding
+    return {
+        name.removesuffix(".base_layer"): module.weight.detach()[: module.org_vocab_size]
+        for name, module in model(llm).named_modules()
+        if isinstance(module, kind)
+    }
 
 
 @contextmanager
@@ -256,7 +257,7 @@ def releasable_cache() -> Iterator[None]:
             with pool(tag=CACHE_TAG):
                 return allocate(self, config)
 
-        patched = patch.object(GPUModelRunner, "_allocate_kv_cache_tensors", pooled)
+        patched: Any = patch.object(GPUModelRunner, "_allocate_kv_cache_tensors", pooled)
     else:
 
         def context(self: Any, tag: str) -> Any:
@@ -282,8 +283,16 @@ def release_cache() -> None:
 def restore_cache(llm: Any) -> None:
     """Map fresh memory, as zeros: attention multiplies what lies behind a sequence by 0, and 0 · NaN is NaN."""
     _allocator().wake_up([CACHE_TAG])
-    for tensor in llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches:
+    for tensor in _caches(llm):
         tensor.zero_()
+
+
+def cache_bytes(llm: Any) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _caches(llm)}.values())
+
+
+def _caches(llm: Any) -> list[Tensor]:
+    return list(llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches)
 
 
 def lora_manager(llm: Any) -> Any:

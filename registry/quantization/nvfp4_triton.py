@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _dequantize(packed, scales, divisor, dense, total, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """BLOCK bytes of two codes, low nibble first; eight bytes share a scale. Rows do not matter to either."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
