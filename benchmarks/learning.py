@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from machine import describe
+from qerl_pl.bench.machine import describe
 
 CURVES = ("reward", "validation/pass@1", "entropy", "noise/sigma", "noise/kl", "sampling/logp_difference/mean",
           "sampling/kl", "grad_norm", "completions/mean_length", "tokens_per_second/rollout",

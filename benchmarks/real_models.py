@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from machine import describe
+from qerl_pl.bench.machine import describe
 
 SHOWN = (
     "loss", "grad_norm", "reward", "entropy", "sampling/logp_difference/mean", "sampling/logp_difference/max",

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qerl_pl import random_model
 from registry.quantization import BF16, QuantFormat
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -25,9 +26,13 @@ _SHARD_BYTES = 4 << 30
 
 
 def resolve(model: str) -> Path:
-    """The local folder of ``model``: ``tiny`` (the embedded one), a folder, or a name on the Hugging Face hub."""
+    """The local folder of ``model``: ``tiny`` (the embedded one), ``random:SIZE`` (in BF16), a folder, or a name on the
+    Hugging Face hub.
+    """
     if model == "tiny":
         return Path(str(files("qerl_pl") / "assets" / "tiny"))
+    if model.startswith(random_model.PREFIX):
+        return prepare(model, BF16())
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -35,7 +40,8 @@ def resolve(model: str) -> Path:
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ValueError(
-            f"model: there is no folder {model!r}, and it is no hub name (owner/name); 'tiny' is the embedded model"
+            f"model: there is no folder {model!r}, and it is no hub name (owner/name); 'tiny' is the embedded model, "
+            f"'{random_model.PREFIX}7B' one of random weights"
         )
     from huggingface_hub import snapshot_download
 
@@ -46,11 +52,15 @@ def resolve(model: str) -> Path:
 
 
 class Weights(Mapping[str, Tensor]):
-    """The tensors of a safetensors checkpoint by name, each read from disk when it is asked for."""
+    """The tensors of a checkpoint by name, each read from disk (or made, if the weights are random) when asked for."""
 
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
 
+        if random_model.is_random(folder):
+            tensors = random_model.RandomTensors(folder)
+            self._file: dict[str, Any] = dict.fromkeys(tensors.keys(), tensors)
+            return
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.is_file():
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -60,7 +70,7 @@ class Weights(Mapping[str, Tensor]):
             raise ValueError(
                 f"{folder}: neither model.safetensors nor model.safetensors.index.json; save the model as safetensors"
             )
-        self._file: dict[str, Any] = {}
+        self._file = {}
         for name in names:
             handle = safe_open(folder / name, framework="pt")
             self._file |= dict.fromkeys(handle.keys(), handle)
@@ -86,6 +96,12 @@ def prepare(model: str, quantization: QuantFormat, cache: Path | None = None) ->
     A folder that is there already is used as it is. A BF16 model is rounded to nearest once, into the cache
     (``$QERL_PL_CACHE``, by default ``~/.cache/qerl_pl``); trainer and engine then read the same bytes.
     """
+    cache = cache or Path(os.environ.get("QERL_PL_CACHE", Path.home() / ".cache" / "qerl_pl"))
+    if model.startswith(random_model.PREFIX):
+        size = model.removeprefix(random_model.PREFIX)
+        config = random_model.config(size, quantization)
+        target = cache / f"random-{size}-{config[random_model.MARK]}-{_key(config)}"
+        return _make_once(target, lambda unfinished: random_model.write(size, quantization, unfinished))
     folder = resolve(model)
     config = json.loads((folder / "config.json").read_text())
     found, wanted = config.get("quantization_config"), quantization.config
@@ -109,15 +125,24 @@ def prepare(model: str, quantization: QuantFormat, cache: Path | None = None) ->
         for f in folder.iterdir()
         if f.suffix in (".json", ".safetensors")
     )
-    key = hashlib.sha256(json.dumps([str(folder.resolve()), source, wanted]).encode()).hexdigest()[:12]
-    cache = cache or Path(os.environ.get("QERL_PL_CACHE", Path.home() / ".cache" / "qerl_pl"))
-    target = cache / f"{folder.resolve().name}-{name}-{key}"
+    target = cache / f"{folder.resolve().name}-{name}-{_key([str(folder.resolve()), source, wanted])}"
+    return _make_once(target, lambda unfinished: write(folder, config, quantization, unfinished))
+
+
+def _key(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+
+
+def _make_once(target: Path, make: Callable[[Path], None]) -> Path:
+    """The folder ``target``, made if it is not there.
+
+    It is made beside its place and renamed: another process sees all of it or nothing.
+    """
     if not target.is_dir():
-        cache.mkdir(parents=True, exist_ok=True)
-        # Written beside the target and renamed: another process sees all of it or nothing.
-        unfinished = Path(tempfile.mkdtemp(dir=cache, prefix=f".{target.name}-"))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
         try:
-            write(folder, config, quantization, unfinished)
+            make(unfinished)
             unfinished.rename(target)
         except OSError:
             if not target.is_dir():  # somebody else was first otherwise

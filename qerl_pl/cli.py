@@ -13,6 +13,7 @@ commands:
   fit         train; for example: qerl-pl fit --config configs/tiny.yaml
   validate    pass@1 on the validation prompts
   test        pass@1 on the test prompts
+  bench       speed and memory by model shape, beside other libraries: qerl-pl bench --help
   demo        train the embedded model on the CPU, in minutes, and show what it learned
 
 Every setting can be given in YAML or on the command line:
@@ -40,6 +41,8 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"qerl-pl {__version__}")
     elif args[0] == "demo":
         _run(lambda: _demo(args[1:]))
+    elif args[0] == "bench":
+        _run(lambda: _bench(args[1:]))
     else:
         _run(_lightning)
 
@@ -48,6 +51,12 @@ def _demo(args: Sequence[str]) -> None:
     from qerl_pl.demo import demo
 
     demo(args)
+
+
+def _bench(args: Sequence[str]) -> None:
+    from qerl_pl.bench.commands import bench
+
+    bench(args)
 
 
 def _lightning() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qerl_pl.engine import vllm_compat
 from qerl_pl.engine.base import ENGINES, CannotShareError, Engine, EngineSpec, Progress
+from qerl_pl.engine.vllm_random import load_format, random_weights
 from qerl_pl.types import Completion, Sampling
 
 GIB = 2**30
@@ -76,7 +77,8 @@ class VLLMEngine(Engine):
             vllm_compat.uncompiled(self._cuda),
         ):
             releasable = vllm_compat.releasable_cache() if self._cuda and self.release_kv_cache else nullcontext()
-            with releasable, vllm_compat.patched_layers(spec.quantization, dtype, self._cuda):
+            patched = vllm_compat.patched_layers(spec.quantization, dtype, self._cuda)
+            with releasable, patched, random_weights(spec.folder):
                 llm = vllm_compat.build(self._settings(spec))
             try:
                 self._norms = vllm_compat.norm_weights(llm)
@@ -100,6 +102,7 @@ class VLLMEngine(Engine):
             "enforce_eager": eager,
             "max_lora_rank": min(rank for rank in vllm_compat.LORA_RANKS if rank >= spec.rank),
             "lora_target_modules": list(spec.targets),
+            **load_format(spec.folder),
         }
         if self.kv_cache_gb is not None:
             settings["kv_cache_memory_bytes"] = int(self.kv_cache_gb * GIB)

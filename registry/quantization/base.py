@@ -45,6 +45,15 @@ class QuantFormat(ABC):
     def dequantize(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The dense weight ``[out, in]``, computed in FP32 and rounded once to ``dtype``."""
 
+    def fill_random(self, key: str, tensor: Tensor, std: float, generator: torch.Generator) -> None:
+        """Fill the stored tensor ``key`` in place, so that the weight has about this standard deviation. For models by
+        shape (``random:7B``); divisors and whatever else fused weights share must not depend on ``generator``.
+        """
+        raise ValueError(
+            f"quantization: {type(self).__name__} has no fill_random, which models of random weights need; "
+            "implement it, or use a checkpoint"
+        )
+
     def check(self, name: str, in_features: int) -> None:
         """Raise ValueError if a weight with this input dimension cannot be stored."""
         if in_features % self.group_size:

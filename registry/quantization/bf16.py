@@ -31,3 +31,6 @@ class BF16(QuantFormat):
 
     def dequantize(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         return stored["weight"].to(dtype)
+
+    def fill_random(self, key: str, tensor: Tensor, std: float, generator: torch.Generator) -> None:
+        tensor.normal_(0, std, generator=generator)

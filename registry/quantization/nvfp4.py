@@ -109,3 +109,13 @@ class NVFP4(QuantFormat):
         codes = embedding(packed.int(), _pairs(packed.device))  # [out, in/2, 2]
         rows, groups = scale.shape
         return (codes.view(rows, groups, 16) * step.unsqueeze(-1)).view(rows, groups * 16).to(dtype)
+
+    def fill_random(self, key: str, tensor: Tensor, std: float, generator: torch.Generator) -> None:
+        """All codes equally often; scales 128, 144, ..., 240, as wide as those of real weights."""
+        if key == "weight_packed":
+            tensor.random_(0, 256, generator=generator)
+        elif key == "weight_scale":
+            tensor.view(torch.uint8).random_(0x70, 0x78, generator=generator)  # eight neighbours in E4M3
+        else:
+            scale, code = (sum(v * v for v in values) / 8 for values in (range(128, 241, 16), E2M1))
+            tensor.fill_((scale * code) ** 0.5 / std)

@@ -1,0 +1,1 @@
+"""``qerl-pl bench``: speed and memory by model shape, beside the libraries that people would use otherwise."""

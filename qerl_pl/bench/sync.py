@@ -1,0 +1,113 @@
+"""Time to bring adapter and noise into a running engine."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from qerl_pl.bench.results import (
+    Results,
+    choices,
+    device,
+    free_memory,
+    memory_fraction,
+    names,
+    numbers,
+    peak,
+    seconds,
+    spread,
+)  # fmt: skip
+from qerl_pl.callbacks.sync import deliver
+from qerl_pl.checkpoint import PROJECTIONS, prepare
+from qerl_pl.engine import ENGINES, Engine, VLLMEngine
+from qerl_pl.engine.base import EngineSpec
+from qerl_pl.noise import NormNoise
+from qerl_pl.random_model import PREFIX
+from registry.quantization import FORMATS
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def sync(
+    model: str = "7B",
+    format: str = "nvfp4",
+    engine: str = "vllm",
+    rank: str = "32",
+    repeats: int = 20,
+    memory_gb: float | None = None,
+    output: Path | None = None,
+    commit: str | None = None,
+) -> None:
+    """Time to bring adapter and noise into a running engine, separately and together.
+
+    Phase ``adapter`` is what happens after each update: copy, reset of the prefix cache, read back and compare.
+    ``noise`` is drawing the noise of a step, writing it onto both norms of each block, and the reset.
+
+    Args:
+        model: shapes, separated by commas.
+        format: weight formats.
+        engine: vllm or transformers.
+        rank: of the adapter.
+        repeats: timed calls, after two to warm up.
+        memory_gb: for weights and KV cache; by default 85 % of the card.
+        output: JSON file to add the rows to.
+        commit: of the code, where this is no git checkout.
+    """
+    formats = choices("format", format, list(FORMATS))
+    engines = choices("engine", engine, list(ENGINES))
+    fraction = memory_fraction(memory_gb, 0.85)
+    results = Results("sync", output, commit)
+    for name in names(model):
+        for form in formats:
+            for kind in engines:
+                for size in numbers(rank):
+                    what = {"model": name, "format": form, "variant": kind, "rank": size, "memory_gb": memory_gb}
+                    with results.candidate(what):
+                        _measure(results, what, repeats, fraction)
+    results.finish()
+
+
+def _measure(results: Results, what: dict[str, Any], repeats: int, fraction: float) -> None:
+    where, dtype = device()
+    quantization = FORMATS[what["format"]]()
+    folder, rank = prepare(PREFIX + what["model"], quantization), what["rank"]
+    spec = EngineSpec(folder, quantization, rank, float(rank), PROJECTIONS, dtype, where, max_length=512)
+    free_memory()
+    engine = _engine(what["variant"], fraction, where)
+    engine.start(spec)
+    try:
+        # As the trainer's: FP32, on the same device, one tensor a matrix.
+        tensors = {name: 0.01 * torch.randn(held.shape, device=where) for name, held in engine.adapter().items()}
+        trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(engine=engine))
+        module = SimpleNamespace(policy=SimpleNamespace(adapter_parameters=lambda: tensors))
+        noise = NormNoise(engine.norms(), NORMS, seed=0)
+
+        def send_adapter() -> None:
+            deliver(trainer, module)
+
+        def send_noise() -> None:
+            noise.apply(0.01, step=1)
+            engine.refresh()
+
+        def send_both() -> None:
+            send_adapter()
+            send_noise()
+
+        phases: dict[str, Callable[[], None]] = {"adapter": send_adapter, "noise": send_noise, "both": send_both}
+        for phase, call in phases.items():
+            milliseconds = [1e3 * t for t in seconds(call, repeats, warm_up=2)]
+            size = sum(t.numel() for t in tensors.values())
+            measured = {**spread("milliseconds", milliseconds), "adapter_parameters": size, **peak()}
+            results.add(what | {"phase": phase}, measured | {"norms": len(noise.live), "repeats": repeats})
+    finally:
+        engine.close()
+
+
+def _engine(kind: str, fraction: float, where: str) -> Engine:
+    if kind != "vllm":
+        return ENGINES[kind]()
+    kv_cache_gb = 0.1 if where == "cpu" else None
+    # Graphs are not replayed here, but without them the engine would be another.
+    return VLLMEngine(max_num_seqs=8, memory_fraction=fraction, kv_cache_gb=kv_cache_gb, cudagraph_sizes=[1, 8])

@@ -1,0 +1,156 @@
+"""Forward and backward of one micro-batch."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl_pl.bench import peers
+from qerl_pl.bench.results import (
+    Results,
+    choices,
+    device,
+    free_memory,
+    limit_memory,
+    names,
+    numbers,
+    peak,
+    seconds,
+    spread,
+)  # fmt: skip
+from qerl_pl.checkpoint import PROJECTIONS, prepare
+from qerl_pl.engine.base import EngineSpec
+from qerl_pl.policy import Policy
+from qerl_pl.random_model import PREFIX, parameters
+from registry.quantization import FORMATS
+
+VARIANTS = ("ours", *peers.LINEARS)
+Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(tokens [B, T], lengths [B], completion_mask [B, T]) -> log-probabilities, of any shape, with gradient."""
+
+
+def train(
+    model: str = "7B",
+    format: str = "nvfp4,bf16",
+    variant: str = "ours",
+    rank: str = "32",
+    tokens: int = 16384,
+    prompt_length: int = 256,
+    completion_length: int = 128,
+    checkpointing: str = "none",
+    repeats: int = 5,
+    memory_gb: float | None = None,
+    output: Path | None = None,
+    commit: str | None = None,
+) -> None:
+    """Forward + backward of a micro-batch: the project's policy, and what people use otherwise.
+
+    ``tflops`` counts what the model needs and no more: 4 · (projections · tokens + head · completion tokens) and the
+    causal half of attention; neither the adapter nor what is computed twice. ``share`` is its part of the rate of an
+    8192³ BF16 product (on a CPU 256³), measured just before.
+
+    Args:
+        model: shapes, separated by commas.
+        format: weight formats of ``ours``; the peers have their own.
+        variant: ours; peft-bf16, peft-nf4 (bitsandbytes), decompress (compressed-tensors in every forward).
+        rank: of the adapter.
+        tokens: of the micro-batch, filled with equal sequences.
+        prompt_length: tokens of a sequence that have no log-probability.
+        completion_length: tokens of a sequence that have one.
+        checkpointing: none, or full (activations of every block again in backward).
+        repeats: timed calls, after two to warm up.
+        memory_gb: memory of the GPU that may be used, as on a smaller card.
+        output: JSON file to add the rows to.
+        commit: of the code, where this is no git checkout.
+    """
+    variants = choices("variant", variant, VARIANTS)
+    formats = choices("format", format, list(FORMATS))
+    choices("checkpointing", checkpointing, ("none", "full"))
+    if tokens < prompt_length + completion_length:
+        raise ValueError(f"--tokens {tokens} hold no sequence of {prompt_length} + {completion_length}; raise it")
+    peers.check(variants)
+    limit_memory(memory_gb)
+    results = Results("train", output, commit)
+    for name in names(model):
+        for kind in variants:
+            for form in formats if kind == "ours" else [peers.FORMAT[kind]]:
+                for size in numbers(rank):
+                    what = {
+                        "model": name, "format": form, "variant": kind, "rank": size, "checkpointing": checkpointing,
+                        "tokens": tokens, "prompt_length": prompt_length, "completion_length": completion_length,
+                        "memory_gb": memory_gb,
+                    }  # fmt: skip
+                    with results.candidate(what):
+                        results.add(what, _measure(what, repeats))
+    results.finish()
+
+
+def _measure(what: dict[str, Any], repeats: int) -> dict[str, Any]:
+    where, dtype = device()
+    kind, rank = what["variant"], what["rank"]
+    quantization = FORMATS["bf16" if kind == "peft-nf4" else what["format"]]()  # bitsandbytes quantizes while loading
+    folder = prepare(PREFIX + what["model"], quantization)
+    length = what["prompt_length"] + what["completion_length"]
+    spec = EngineSpec(folder, quantization, rank, float(rank), PROJECTIONS, dtype, where, length)
+    settings = json.loads((folder / "config.json").read_text())
+    free_memory()
+    began = time.perf_counter()
+    model = ours(spec, what["checkpointing"]) if kind == "ours" else peers.Peer(kind, spec, what["checkpointing"])
+    start = time.perf_counter() - began
+    logprobs: Logprobs = (lambda *batch: model(*batch)[0]) if kind == "ours" else model
+    loaded = {"model_gb": torch.cuda.memory_allocated() / 1e9} if where == "cuda" else {}
+
+    generator = torch.Generator().manual_seed(0)
+    sequences = what["tokens"] // length
+    tokens = torch.randint(2, settings["vocab_size"], (sequences, length), generator=generator).to(where)
+    lengths = torch.full((sequences,), length, device=where)
+    mask = (torch.arange(length, device=where) >= what["prompt_length"]).expand(sequences, length)
+    learned = [p for p in model.parameters() if p.requires_grad]
+
+    def step() -> None:
+        (-logprobs(tokens, lengths, mask).sum() / mask.sum()).backward()
+        for parameter in learned:
+            parameter.grad = None
+
+    rate = matmul_tflops(where)
+    free_memory()
+    times = seconds(step, repeats, warm_up=2)
+    count = flops(settings, sequences, what["prompt_length"], what["completion_length"])
+    tflops = [count / t / 1e12 for t in times]
+    return {
+        **spread("milliseconds", [1e3 * t for t in times]),
+        **spread("tokens_per_s", [sequences * length / t for t in times]),
+        **spread("tflops", tflops),
+        "matmul_tflops": rate,
+        "share": statistics.median(tflops) / rate,
+        **peak(),
+        **loaded,
+        "start_s": start,
+        "repeats": repeats,
+    }
+
+
+def ours(spec: EngineSpec, checkpointing: str) -> Policy:
+    return Policy(spec, checkpointing == "full")
+
+
+def flops(settings: Mapping[str, Any], sequences: int, prompt_length: int, completion_length: int) -> float:
+    """Floating-point operations of forward and backward under a frozen base: of weights no gradient is taken."""
+    length = prompt_length + completion_length
+    head = settings["vocab_size"] * settings["hidden_size"] * completion_length
+    linear = 4 * (parameters(settings) * length + head)
+    # Forward 2 · 2 · L² · H, of which causality leaves half; backward twice that.
+    attention = 6 * length**2 * settings["hidden_size"] * settings["num_hidden_layers"]
+    return float(sequences * (linear + attention))
+
+
+def matmul_tflops(where: str) -> float:
+    """Measured rate of one large BF16 product: the median of 20."""
+    size = 8192 if where == "cuda" else 256
+    a, b = (torch.randn(size, size, device=where, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / statistics.median(seconds(lambda: a @ b, 20, warm_up=5)) / 1e12

