@@ -13,17 +13,17 @@ def minibatches(size: int, parts: int, seed: int) -> list[Tensor]:
 
 
 def micro_batches(lengths: Tensor, rows: Tensor, budget: int) -> list[Tensor]:
-    """Split ``rows`` so that completions × longest one in each part is at most ``budget`` tokens; similar lengths go
-    together.
+    """Split ``rows`` so that the lengths of each part add up to at most ``budget`` tokens; similar lengths go together.
 
     A single row longer than the budget is a part of its own.
     """
     ordered = rows[lengths[rows].argsort(descending=True, stable=True)]
     parts: list[list[int]] = []
-    longest = 0
+    tokens = 0
     for row in ordered.tolist():
-        if not parts or (len(parts[-1]) + 1) * longest > budget:
+        if not parts or tokens + int(lengths[row]) > budget:
             parts.append([])
-            longest = int(lengths[row])
+            tokens = 0
         parts[-1].append(row)
+        tokens += int(lengths[row])
     return [torch.tensor(part) for part in parts]

@@ -1,8 +1,11 @@
 """Token log-probabilities and entropy from hidden states, without ever holding the logits of a whole batch."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+from qerl_pl.fused import token_statistics
 
 
 def token_logprobs(
@@ -15,29 +18,50 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and entropy of softmax(hidden · headᵀ / temperature), in nats and FP32.
 
-    hidden [N, H], head [V, H], targets [N] -> ([N], [N]). At most ``chunk`` × V logits exist at a time, in forward
-    and in backward, where each chunk is computed again. The entropy carries no gradient.
+    hidden [N, H], head [V, H], targets [N] -> ([N], [N]). At most ``chunk`` × V logits exist at a time. The entropy
+    carries no gradient, and the head is frozen.
     """
-    if len(targets) == 0:
-        return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
-    parts = []
-    for start in range(0, len(targets), chunk):
-        args = (hidden[start : start + chunk], head, targets[start : start + chunk], temperature, bias)
-        keep = torch.is_grad_enabled() and hidden.requires_grad
-        parts.append(checkpoint(_chunk, *args, use_reentrant=False) if keep else _chunk(*args))
-    logprobs, entropy = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, head, targets, temperature, bias, chunk)
+    return logprobs, entropy
 
 
-def _chunk(
-    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    with torch.autocast(hidden.device.type, enabled=False):
-        logits = hidden.float() @ head.float().T  # [n, V]
-        if bias is not None:
-            logits = logits + bias.float()
-        logprobs = (logits / temperature).log_softmax(-1)
-    with torch.no_grad():
-        # 0 · (−inf) counts as 0, for vocabularies with masked entries
-        entropy = -(logprobs.exp() * logprobs.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
-    return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
+class _TokenLogprobs(torch.autograd.Function):
+    """The gradient of log p(target) is known in forward up to its factor: (head[target] − Σ p · head) / temperature.
+
+    It is computed there, from the logits that are at hand, so that backward need not make them again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, bias: Tensor | None, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        with_grad = ctx.needs_input_grad[0]
+        logprobs = torch.zeros(len(targets), device=hidden.device)
+        entropy, grad = torch.zeros_like(logprobs), torch.empty_like(hidden) if with_grad else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(targets), chunk):
+                part = slice(start, start + chunk)
+                logits = _logits(hidden[part], head)
+                if bias is not None:
+                    logits += bias.float()
+                logits /= temperature
+                logprobs[part], entropy[part], slope = token_statistics(
+                    logits, targets[part], head.dtype if with_grad else None
+                )
+                del logits
+                if grad is not None:
+                    grad[part] = (slope @ head / temperature).to(hidden.dtype)
+        ctx.save_for_backward(grad)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        (grad,) = ctx.saved_tensors
+        return (grads[0].unsqueeze(-1) * grad).to(grad.dtype), None, None, None, None, None
+
+
+def _logits(hidden: Tensor, head: Tensor) -> Tensor:  # [n, V] FP32, from exact products of BF16 numbers
+    if hidden.is_cuda and hidden.dtype == head.dtype != torch.float32:
+        return torch.mm(hidden, head.T, out_dtype=torch.float32)
+    return hidden.float() @ head.float().T

@@ -79,8 +79,6 @@ class StepLog(nn.Module):
             "tokens_per_second/update": int(batch.lengths.sum()) / seconds,
             "learning_rate": learning_rate,
         }
-        if batch.tokens.is_cuda:
-            metrics["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         self.peak_difference = 0.0
         return {name: torch.as_tensor(value, dtype=torch.float32) for name, value in metrics.items()}
 

@@ -1,6 +1,7 @@
 """Builds the causal language model that trainer and transformers engine compute with."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +9,20 @@ import torch
 from torch import nn
 
 from qerl_pl.checkpoint import Weights, is_projection, stored_projection
-from qerl_pl.packed import PackedLinear
+from qerl_pl.packed import PackedLinear, SharedLinear
 from registry.quantization import QuantFormat
 
 
 def build_model(
-    folder: Path, quantization: QuantFormat, dtype: torch.dtype, device: str = "cpu", dense: bool = False
-) -> nn.Module:
+    folder: Path, quantization: QuantFormat, dtype: torch.dtype, device: str = "cpu", dense: bool = False,
+    shared: Mapping[str, Any] | None = None,
+) -> nn.Module:  # fmt: skip
     """A frozen Hugging Face model over the checkpoint in ``folder``.
 
     Projections become :class:`PackedLinear`, or with ``dense`` ordinary linears of the dequantized weights (faster to
     sample with, larger). Everything else is loaded in ``dtype``; RMSNorm weights always in FP32, so that small noise
-    on them is not rounded
-    away.
+    on them is not rounded away. What is in ``shared`` by its module's name is used and not loaded: a
+    :class:`~qerl_pl.packed.Weight` for a projection, a tensor [V, H] for embeddings and head.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -30,9 +32,13 @@ def build_model(
     config = AutoConfig.for_model(**settings)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    weights = Weights(folder)
+    weights, shared = Weights(folder), shared or {}
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and is_projection(name):
+        if name in shared and is_projection(name):
+            model.set_submodule(name, SharedLinear(shared[name], _bias(weights, name, dtype, device)))
+        elif name in shared:
+            module.weight = nn.Parameter(shared[name], requires_grad=False)
+        elif isinstance(module, nn.Linear) and is_projection(name):
             model.set_submodule(name, _projection(weights, name, quantization, dtype, device, dense))
         elif _is_norm(module):
             _load(module, weights, name, torch.float32, device)
@@ -68,7 +74,7 @@ def _projection(
 ) -> nn.Linear:
     format_, stored = stored_projection(weights, name, quantization)
     stored = {key: tensor.to(device) for key, tensor in stored.items()}
-    bias = weights[f"{name}.bias"].to(device, dtype) if f"{name}.bias" in weights else None
+    bias = _bias(weights, name, dtype, device)
     if not dense:
         return PackedLinear(format_, stored, bias)
     weight = format_.dequantize(stored, dtype)
@@ -77,6 +83,10 @@ def _projection(
     if bias is not None:
         layer.bias = nn.Parameter(bias, requires_grad=False)
     return layer
+
+
+def _bias(weights: Weights, name: str, dtype: torch.dtype, device: str) -> torch.Tensor | None:
+    return weights[f"{name}.bias"].to(device, dtype) if f"{name}.bias" in weights else None
 
 
 def _load(module: nn.Module, weights: Weights, name: str, dtype: torch.dtype, device: str) -> None:

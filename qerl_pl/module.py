@@ -1,10 +1,11 @@
 """The LightningModule: one training step of quantization-enhanced reinforcement learning (arXiv 2510.11696)."""
 
+import json
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning import LightningModule
@@ -15,10 +16,11 @@ from torch import Tensor
 from qerl_pl.batching import micro_batches, minibatches
 from qerl_pl.callbacks import AdapterSync, AdaptiveQuantizationNoise
 from qerl_pl.checkpoint import prepare, resolve
-from qerl_pl.engine.base import EngineSpec
+from qerl_pl.engine.base import CannotShareError, EngineSpec
 from qerl_pl.losses import Loss, clipped_surrogate, importance_weights, token_weights
+from qerl_pl.memory import GB, MemoryLog, Plan, limit_memory, plan_memory
 from qerl_pl.metrics import PassRate, StepLog
-from qerl_pl.policy import DTYPES, LoRA, Policy, copy_adapter
+from qerl_pl.policy import ALL, DTYPES, LoRA, Policy, copy_adapter
 from qerl_pl.seeds import derive_seed
 from qerl_pl.types import RolloutBatch
 from registry.noise import Exponential, NoiseSchedule, ScheduleName
@@ -50,8 +52,12 @@ class QeRLModule(LightningModule):
         lr_schedule: of the learning rate over all optimizer steps: constant, linear or cosine, after the warm-up.
         warmup: share of the optimizer steps in which the rate rises from 0.
         max_grad_norm: gradients are scaled down to this norm.
-        tokens_per_micro_batch: completions × longest one that go through the model at once.
-        gradient_checkpointing: compute activations again in backward; less memory, a third more time.
+        tokens_per_micro_batch: tokens, prompts included, that go through the model at once.
+        gradient_checkpointing: decoder layers that compute their activations again in backward (true: all; a number:
+            so many; auto: as many as the memory needs). A layer takes a third more time and a tenth of the memory.
+        shared_base: on CUDA, compute from the engine's own copy of the base.
+        memory_gb: GPU memory (1e9 bytes) to plan with and to stay within; by default all that is free.
+        proof_every: rollout batches between two proofs that the engine's log-probabilities are the trainer's.
         dtype: of the trainer's and engine's arithmetic: float32, bfloat16, or auto (bfloat16 on a GPU).
         seed: of noise and minibatch order.
     """
@@ -70,7 +76,10 @@ class QeRLModule(LightningModule):
         warmup: float = 0.1,
         max_grad_norm: float = 0.2,
         tokens_per_micro_batch: int = 16384,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | int | Literal["auto"] = "auto",
+        shared_base: bool = True,
+        memory_gb: float | None = None,
+        proof_every: int = 10,
         dtype: str = "auto",
         seed: int = 0,
     ) -> None:
@@ -84,6 +93,7 @@ class QeRLModule(LightningModule):
         self.make_optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self.lr_schedule, self.warmup = lr_schedule, warmup
         self.tokens_per_micro_batch, self.gradient_checkpointing = tokens_per_micro_batch, gradient_checkpointing
+        self.shared_base, self.memory_gb, self.proof_every = shared_base, memory_gb, proof_every
         self.dtype_name, self.seed = dtype, seed
         self.automatic_optimization = False  # Lightning would divide each micro-batch's loss by their number
         self.strict_loading = False  # checkpoints hold the adapter, never the base
@@ -99,11 +109,9 @@ class QeRLModule(LightningModule):
         return self.trainer.datamodule  # type: ignore[attr-defined]
 
     def configure_callbacks(self) -> list[Callback]:
-        """The adapter goes to the sampler first, then the noise."""
-        return [
-            AdapterSync(),
-            AdaptiveQuantizationNoise(self.noise, self.noise_norms, self.noise_in_trainer, self.seed),
-        ]
+        """The adapter goes to the sampler first, then the noise: the proof between the two has none."""
+        noise = AdaptiveQuantizationNoise(self.noise, self.noise_norms, self.noise_in_trainer, self.seed)
+        return [AdapterSync(noise, self.proof_every), noise]
 
     def setup(self, stage: str) -> None:
         if self.trainer.world_size > 1:
@@ -123,6 +131,7 @@ class QeRLModule(LightningModule):
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         dtype = self.dtype_name if self.dtype_name != "auto" else "bfloat16" if on_gpu else "float32"
         folder = prepare(self.model, self.quantization)
+        plan = self._plan(folder) if on_gpu and self.data.engine.plannable else None
         spec = EngineSpec(
             folder,
             self.quantization,
@@ -132,11 +141,55 @@ class QeRLModule(LightningModule):
             dtype,
             device="cuda" if on_gpu else "cpu",
             max_length=self.data.max_prompt_length + self.data.sampling.max_tokens,
+            kv_cache_bytes=None if plan is None else plan.kv_cache,
         )
         self.data.engine.start(spec)
+        shared = self._shared_weights() if on_gpu else None
+        layers = self.gradient_checkpointing
+        if layers == "auto":
+            layers = 0 if plan is None else plan.checkpointed_layers
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(self.seed, "adapter"))
-            self.policy = Policy(spec, self.gradient_checkpointing)
+            self.policy = Policy(spec, shared, ALL if layers is True else int(layers))
+
+    def _plan(self, folder: Path) -> Plan:
+        """What goes where on the GPU; said aloud."""
+        free = torch.cuda.mem_get_info()[0]
+        if self.memory_gb is not None:
+            free = min(free, int(self.memory_gb * GB))
+            limit_memory(free)
+        engine, sampling = self.data.engine, self.data.sampling
+        optimizer = type(self.make_optimizer([torch.nn.Parameter(torch.zeros(1))])).__name__
+        plan = plan_memory(
+            json.loads((folder / "config.json").read_text()),
+            device_bytes=free,
+            bits_per_weight=self.quantization.bits_per_weight,
+            base_copies=1 if self.shared_base else 2,
+            rank=self.lora.rank,
+            targets=self.lora.targets,
+            optimizer_bytes=2 if "8bit" in optimizer else 8,
+            max_prompt_length=self.data.max_prompt_length,
+            max_completion_length=sampling.max_tokens,
+            num_generations=sampling.n,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            tokens_per_micro_batch=self.tokens_per_micro_batch,
+            release_kv=engine.release_kv_cache,
+        )
+        self.data.collector.report("note", plan.table())
+        return plan
+
+    def _shared_weights(self) -> Mapping[str, Any] | None:
+        """The engine's weights, or None for a copy of our own; which of the two is said aloud."""
+        try:
+            if not self.shared_base:
+                raise CannotShareError("model.shared_base is false")
+            weights = self.data.engine.shared_weights()
+        except CannotShareError as reason:
+            self.data.collector.report("note", f"base: the trainer holds a packed copy of its own ({reason})")
+            return None
+        self.data.collector.report("note", "base: one copy, the trainer computes from the engine's weights")
+        return weights  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> Any:
         from transformers import get_scheduler
@@ -179,18 +232,26 @@ class QeRLModule(LightningModule):
         updates.
         """
         started = time.perf_counter()
+        memory = MemoryLog(self.device)
+        released = self.data.engine.release_cache()
+        if self.memory_gb is not None:
+            limit_memory(int(self.memory_gb * GB) + released)
+        memory.update_begins(released)
         rate = float(self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr, arg-type]
         mask = self._loss_mask(batch)
         old = None
         if self.updates_per_rollout > 1:  # at the first and only update π_old is π
-            old = self._logprobs_without_grad(batch)
-        reference = self._logprobs_without_grad(batch, adapter=False) if self.loss.beta else None
+            old = self.logprobs_without_grad(batch)
+        reference = self.logprobs_without_grad(batch, adapter=False) if self.loss.beta else None
         for iteration in range(self.loss.num_iterations):
             seed = derive_seed(self.seed, "minibatches", batch.step, iteration)
             for rows in minibatches(len(batch), self.loss.num_minibatches, seed):
                 self._update(batch, rows, mask, old, reference)
         self.data.completed(batch.step)
-        self.log_dict(self.step_log.finish(batch, time.perf_counter() - started, rate), batch_size=len(batch))
+        metrics = self.step_log.finish(batch, time.perf_counter() - started, rate) | memory.peaks()
+        self.log_dict(metrics, batch_size=len(batch))
+        if self.memory_gb is not None:  # keys and values come back
+            limit_memory(int(self.memory_gb * GB))
 
     def _update(
         self, batch: RolloutBatch, rows: Tensor, mask: Tensor, old: Tensor | None, reference: Tensor | None
@@ -250,7 +311,8 @@ class QeRLModule(LightningModule):
             done += len(micro)
 
     @torch.no_grad()
-    def _logprobs_without_grad(self, batch: RolloutBatch, adapter: bool = True) -> Tensor:  # [B, T]
+    def logprobs_without_grad(self, batch: RolloutBatch, adapter: bool = True) -> Tensor:
+        """log π(token) at completion tokens [B, T], 0 elsewhere; in micro-batches."""
         assert self.policy is not None
         out = torch.zeros_like(batch.sampler_logprobs)
         for micro in self._micro_batches(batch):

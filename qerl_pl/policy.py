@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from qerl_pl.checkpoint import PROJECTIONS
 from qerl_pl.engine.base import EngineSpec
+from qerl_pl.layers import Packing, use_packed_layers
 from qerl_pl.logprobs import token_logprobs
 from qerl_pl.model import build_model, rms_norms
 
+ALL = 1 << 30  # layers
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -40,17 +43,27 @@ class LoRA:
 
 
 class Policy(nn.Module):
-    """log π(token) of completions under base + adapter. Only the adapter is trainable; it is FP32."""
+    """log π(token) of completions under base + adapter. Only the adapter is trainable; it is FP32.
 
-    def __init__(self, spec: EngineSpec, gradient_checkpointing: bool = False, chunk: int = 1024) -> None:
+    Args:
+        spec: what to build.
+        shared: weights that the engine holds already, by module name; the rest is read from the checkpoint.
+        checkpointed_layers: so many decoder layers compute their activations again in backward.
+        chunk: completion tokens whose logits exist at the same time.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        shared: Mapping[str, Any] | None = None,
+        checkpointed_layers: int = 0,
+        chunk: int = 1024,
+    ) -> None:
         super().__init__()
-        base: Any = build_model(spec.folder, spec.quantization, DTYPES[spec.dtype], spec.device)
+        base: Any = build_model(spec.folder, spec.quantization, DTYPES[spec.dtype], spec.device, shared=shared)
+        use_packed_layers(base)
         self.peft: Any = attach_adapter(base, spec)
-        self.chunk = chunk
-        if gradient_checkpointing:
-            self.peft.train()  # Hugging Face checkpoints in training mode only; there is no dropout
-            self.peft.enable_input_require_grads()
-            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.checkpointed_layers, self.chunk = checkpointed_layers, chunk
 
     def forward(
         self, tokens: Tensor, lengths: Tensor, completion_mask: Tensor, temperature: float = 1.0, adapter: bool = True
@@ -59,22 +72,31 @@ class Policy(nn.Module):
 
         Entry (b, t) belongs to token (b, t), predicted from those before it. ``adapter=False`` gives those of the base.
         """
-        mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(1)  # [B, T]
+        real = torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(1)  # [B, T]
+        row = tokens[real]  # all sequences one behind the other
         with nullcontext() if adapter else self._base_only():
-            model = self.peft.get_base_model()
-            hidden = model.model(
-                input_ids=tokens, attention_mask=mask.long(), use_cache=False
-            ).last_hidden_state  # [B, T, H]
-        chosen = completion_mask[:, 1:]
-        hidden = hidden[:, :-1][chosen]  # [N, H]
-        head = model.lm_head
+            hidden = self._hidden(row, Packing.of(lengths))
+        chosen = completion_mask[real].nonzero().squeeze(-1)
+        head = self.peft.get_base_model().lm_head
         logprobs, entropy = token_logprobs(
-            hidden, head.weight, tokens[:, 1:][chosen], temperature, head.bias, self.chunk
+            hidden[chosen - 1], head.weight, row[chosen], temperature, head.bias, self.chunk
         )
         out = torch.zeros(2, *tokens.shape, device=tokens.device)
-        full = out[:, :, 1:].masked_scatter(chosen.expand(2, *chosen.shape), torch.stack([logprobs, entropy]))
-        full = nn.functional.pad(full, (1, 0))
+        full = out.masked_scatter(completion_mask.expand(2, *tokens.shape), torch.stack([logprobs, entropy]))
         return full[0], full[1]
+
+    def _hidden(self, row: Tensor, packing: Packing) -> Tensor:
+        """row [T] -> the last hidden states [T, H]."""
+        decoder = self.peft.get_base_model().model
+        x = decoder.embed_tokens(row.unsqueeze(0))
+        arguments = {"position_embeddings": decoder.rotary_emb(x, packing.positions().unsqueeze(0)), "packing": packing}
+        for number, layer in enumerate(decoder.layers):
+            if number < self.checkpointed_layers and torch.is_grad_enabled():
+                x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False, **arguments)
+            else:
+                x = layer(x, **arguments)
+        hidden: Tensor = decoder.norm(x)[0]
+        return hidden
 
     def _base_only(self) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = self.peft.disable_adapter()
@@ -99,6 +121,8 @@ def attach_adapter(base: Any, spec: EngineSpec) -> Any:
     """Put PEFT's LoRA on the target layers; B is zero, so the policy starts as the base."""
     from peft import LoraConfig, get_peft_model
 
+    from qerl_pl.lora import CUSTOM
+
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,  # type: ignore[arg-type]  # a float in most adapters on the hub
@@ -107,6 +131,7 @@ def attach_adapter(base: Any, spec: EngineSpec) -> Any:
         task_type="CAUSAL_LM",
         target_modules=list(spec.targets),
     )
+    config._register_custom_module(CUSTOM)
     peft = get_peft_model(base, config, autocast_adapter_dtype=True)
     for parameter in adapter_parameters(peft).values():
         parameter.data = parameter.data.float().to(spec.device)

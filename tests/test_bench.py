@@ -50,10 +50,12 @@ def test_options_are_checked(tmp_path):
         bench(["rolout"])
     with pytest.raises(ValueError, match="--format: unknown nvfp5; choose from bf16, nvfp4"):
         bench(["rollout", "--format", "nvfp5"])
-    with pytest.raises(ValueError, match="--variant: unknown theirs; choose from ours, peft-bf16"):
+    with pytest.raises(ValueError, match="--variant: unknown theirs; choose from ours, shared, peft-bf16"):
         bench(["train", "--variant", "ours,theirs"])
     with pytest.raises(ValueError, match=r"--tokens 10 hold no sequence of 256 \+ 128"):
         bench(["train", "--tokens", "10"])
+    with pytest.raises(ValueError, match="--checkpointing: unknown 3; choose from none, full"):
+        bench(["train", "--checkpointing", "3", "--variant", "ours,peft-bf16"])
     with pytest.raises(ValueError, match="'1;2' is not a list of integers"):
         bench(["rollout", "--batch", "1;2"])
     with pytest.raises(ValueError, match=r"none of rollout\.json, train\.json"):
@@ -81,6 +83,8 @@ def test_train(tmp_path):
         # Four sequences of 24 tokens are what 100 tokens hold.
         assert row["tokens_per_s"] * row["milliseconds"] / 1e3 == pytest.approx(96, rel=0.01)
         assert row["share"] == pytest.approx(row["tflops"] / row["matmul_tflops"], rel=0.01)
+    bench([*arguments, "--format", "nvfp4", "--checkpointing", "1"])
+    assert keys(read(output), "variant", "checkpointing", "run")[3:] == [("decompress", "full", 0), ("ours", "1", 1)]
 
 
 def test_peers_compute_the_same(tmp_path):

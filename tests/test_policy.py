@@ -57,7 +57,7 @@ def test_logprobs_and_every_gradient(case):
 
 def test_gradient_checkpointing_changes_nothing(case):
     policy, _, folder, format_ = case
-    other = Policy(EngineSpec(folder, format_, RANK, ALPHA, TARGETS), gradient_checkpointing=True)
+    other = Policy(EngineSpec(folder, format_, RANK, ALPHA, TARGETS), checkpointed_layers=1)
     copy_adapter(other.adapter_parameters(), policy.adapter_parameters())
     name = "base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight"
     calls = []
@@ -67,6 +67,9 @@ def test_gradient_checkpointing_changes_nothing(case):
     ]
     torch.testing.assert_close(grads[0], grads[1])
     assert len(calls) == 2  # forward, and once more in backward
+    other.peft.get_base_model().model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(2))
+    other(TOKENS, LENGTHS, MASK)[0].sum().backward()
+    assert calls.count(2) == 1
 
 
 def test_without_adapter_it_is_the_base(case):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from qerl_pl import memory
 from qerl_pl.bench.machine import describe
 
 IDENTITY = (
@@ -151,19 +152,13 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
 
 
-def memory_fraction(memory_gb: float | None, default: float) -> float:
-    """``memory_gb`` as a share of the GPU's memory."""
-    if memory_gb is None:
-        return default
-    if not torch.cuda.is_available():
-        raise ValueError(f"--memory_gb {memory_gb} bounds the memory of a GPU, and there is none; leave it out")
-    return min(1.0, memory_gb * 1e9 / torch.cuda.mem_get_info()[1])
-
-
 def limit_memory(memory_gb: float | None) -> None:
     """Let PyTorch take at most this much of the GPU's memory, as on a smaller card."""
-    if memory_gb is not None:
-        torch.cuda.set_per_process_memory_fraction(memory_fraction(memory_gb, 1.0))
+    if memory_gb is None:
+        return
+    if not torch.cuda.is_available():
+        raise ValueError(f"--memory_gb {memory_gb} bounds the memory of a GPU, and there is none; leave it out")
+    memory.limit_memory(int(memory_gb * memory.GB))
 
 
 def peak() -> dict[str, float]:

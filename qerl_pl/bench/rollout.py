@@ -14,7 +14,7 @@ from qerl_pl.bench.results import (
     choices,
     device,
     free_memory,
-    memory_fraction,
+    limit_memory,
     names,
     numbers,
     peak,
@@ -23,6 +23,7 @@ from qerl_pl.bench.results import (
 )  # fmt: skip
 from qerl_pl.checkpoint import PROJECTIONS, prepare
 from qerl_pl.engine.base import EngineSpec
+from qerl_pl.memory import Shape, kv_bytes_per_token
 from qerl_pl.random_model import PREFIX, projections
 from qerl_pl.types import Sampling
 from registry.quantization import FORMATS
@@ -56,13 +57,13 @@ def rollout(
         prompt_length: tokens.
         completion_length: tokens.
         repeats: timed calls of each batch, after a warm-up.
-        memory_gb: for weights and KV cache; by default 85 % of the card.
+        memory_gb: memory of the GPU that may be used, as on a smaller card.
         output: JSON file to add the rows to.
         commit: of the code, where this is no git checkout.
     """
     batches, variants = numbers(batch), choices("variant", variant, VARIANTS)
     formats = choices("format", format, list(FORMATS))
-    fraction = memory_fraction(memory_gb, 0.85)
+    limit_memory(memory_gb)
     results = Results("rollout", output, commit)
     for name in names(model):
         for form in formats:
@@ -73,33 +74,34 @@ def rollout(
                         "prompt_length": prompt_length, "completion_length": completion_length,
                     }  # fmt: skip
                     with results.candidate(what):
-                        _measure(results, what, batches, repeats, fraction)
+                        _measure(results, what, batches, repeats)
     results.finish()
 
 
-def _measure(results: Results, what: dict[str, Any], batches: Sequence[int], repeats: int, fraction: float) -> None:
+def _measure(results: Results, what: dict[str, Any], batches: Sequence[int], repeats: int) -> None:
     """One engine, all batches."""
     where, dtype = device()
     quantization = FORMATS[what["format"]]()
     length = what["prompt_length"] + what["completion_length"]
     folder, rank = prepare(PREFIX + what["model"], quantization), what["rank"]
-    spec = EngineSpec(folder, quantization, rank, float(rank), PROJECTIONS, dtype, where, length)
+    settings = json.loads((folder / "config.json").read_text())
+    # Keys and values of the largest batch, each sequence rounded up to blocks; in FP32 on the CPU.
+    kv_cache = max(batches) * (length + 128) * kv_bytes_per_token(Shape.read(settings)) * (2 if where == "cpu" else 1)
+    spec = EngineSpec(folder, quantization, rank, float(rank), PROJECTIONS, dtype, where, length, kv_cache)
     free_memory()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
-        engine = _Stock(spec, batches, fraction, Path(scratch)) if what["variant"] == "stock" else _Ours(
-            spec, batches, fraction
-        )  # fmt: skip
+        stock = what["variant"] == "stock"
+        engine = _Stock(spec, batches, Path(scratch)) if stock else _Ours(spec, batches)
         started = time.perf_counter() - began
         try:
             draws = torch.Generator().manual_seed(0)
-            vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
             for batch in batches:
                 counts: list[int] = []
 
                 def once(tokens: int, batch: int = batch, counts: list[int] = counts) -> None:
-                    prompts = torch.randint(2, vocabulary, (batch, what["prompt_length"]), generator=draws).tolist()
-                    counts.append(engine.generate(prompts, tokens))
+                    prompts = torch.randint(2, settings["vocab_size"], (batch, what["prompt_length"]), generator=draws)
+                    counts.append(engine.generate(prompts.tolist(), tokens))
 
                 once(min(24, what["completion_length"]))
                 times = seconds(lambda: once(what["completion_length"]), repeats)
@@ -116,16 +118,10 @@ def _measure(results: Results, what: dict[str, Any], batches: Sequence[int], rep
 class _Ours:
     """The project's engine, through its own interface."""
 
-    def __init__(self, spec: EngineSpec, batches: Sequence[int], fraction: float) -> None:
+    def __init__(self, spec: EngineSpec, batches: Sequence[int]) -> None:
         from qerl_pl.engine import VLLMEngine
 
-        kv_cache_gb = 0.25 if spec.device == "cpu" else None
-        self.engine = VLLMEngine(
-            max_num_seqs=max(batches),
-            memory_fraction=fraction,
-            kv_cache_gb=kv_cache_gb,
-            cudagraph_sizes=sorted(set(batches)),
-        )
+        self.engine = VLLMEngine(max_num_seqs=max(batches), cudagraph_sizes=sorted(set(batches)))
         self.engine.start(spec)
         self.engine.load_adapter({n: 0.01 * torch.randn(t.shape) for n, t in self.engine.adapter().items()})
         self.engine.refresh()
@@ -147,11 +143,11 @@ class _Ours:
 class _Stock:
     """vLLM's own class, with an adapter from a file."""
 
-    def __init__(self, spec: EngineSpec, batches: Sequence[int], fraction: float, scratch: Path) -> None:
+    def __init__(self, spec: EngineSpec, batches: Sequence[int], scratch: Path) -> None:
         from qerl_pl.engine.vllm_stock import StockVLLM
 
         adapter = write_adapter(spec, scratch) if spec.rank else None
-        self.llm = StockVLLM(spec, max(batches), fraction, adapter, sorted(set(batches)))
+        self.llm = StockVLLM(spec, max(batches), adapter, sorted(set(batches)))
 
     def generate(self, prompts: list[list[int]], tokens: int) -> int:
         return self.llm.generate(prompts, tokens)

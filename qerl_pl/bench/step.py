@@ -44,7 +44,7 @@ def step(
         completion_length: of each completion.
         steps: rollout batches.
         rank: of the adapter.
-        options: further ones of ``fit``, as in "--data.engine vllm --data.engine.memory_fraction 0.3".
+        options: further ones of ``fit``, as in "--data.engine vllm --model.tokens_per_micro_batch 8192".
         memory_gb: memory of the GPU that PyTorch may use, as on a smaller card.
         output: JSON file to add the rows to.
         commit: of the code, where this is no git checkout.
@@ -70,7 +70,7 @@ def step(
 def _overrides(what: dict[str, Any], steps: int, folder: str) -> list[str]:
     problems = {"class_path": "arithmetic", "init_args": {"split": "train", "size": max(64, what["prompts"] * steps)}}
     reward = {"class_path": "python", "init_args": {"function": f"{__name__}.spread_out"}}
-    settings = {
+    settings: dict[str, Any] = {
         "model.model": PREFIX + what["model"], "model.quantization": what["format"], "model.lora.rank": what["rank"],
         "data.train": json.dumps(problems), "data.validation": "null", "data.test": "null",
         "data.rewards": json.dumps(["gsm8k", reward]),
@@ -80,6 +80,8 @@ def _overrides(what: dict[str, Any], steps: int, folder: str) -> list[str]:
         "trainer.limit_val_batches": 0, "trainer.enable_progress_bar": "false", "trainer.logger": "TensorBoardLogger",
         "trainer.logger.save_dir": folder,
     }  # fmt: skip
+    if what["memory_gb"] is not None:
+        settings["model.memory_gb"] = what["memory_gb"]
     return [f"--{key}={value}" for key, value in settings.items()]
 
 

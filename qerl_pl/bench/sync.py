@@ -12,7 +12,7 @@ from qerl_pl.bench.results import (
     choices,
     device,
     free_memory,
-    memory_fraction,
+    limit_memory,
     names,
     numbers,
     peak,
@@ -51,13 +51,13 @@ def sync(
         engine: vllm or transformers.
         rank: of the adapter.
         repeats: timed calls, after two to warm up.
-        memory_gb: for weights and KV cache; by default 85 % of the card.
+        memory_gb: memory of the GPU that may be used, as on a smaller card.
         output: JSON file to add the rows to.
         commit: of the code, where this is no git checkout.
     """
     formats = choices("format", format, list(FORMATS))
     engines = choices("engine", engine, list(ENGINES))
-    fraction = memory_fraction(memory_gb, 0.85)
+    limit_memory(memory_gb)
     results = Results("sync", output, commit)
     for name in names(model):
         for form in formats:
@@ -65,17 +65,17 @@ def sync(
                 for size in numbers(rank):
                     what = {"model": name, "format": form, "variant": kind, "rank": size, "memory_gb": memory_gb}
                     with results.candidate(what):
-                        _measure(results, what, repeats, fraction)
+                        _measure(results, what, repeats)
     results.finish()
 
 
-def _measure(results: Results, what: dict[str, Any], repeats: int, fraction: float) -> None:
+def _measure(results: Results, what: dict[str, Any], repeats: int) -> None:
     where, dtype = device()
     quantization = FORMATS[what["format"]]()
     folder, rank = prepare(PREFIX + what["model"], quantization), what["rank"]
     spec = EngineSpec(folder, quantization, rank, float(rank), PROJECTIONS, dtype, where, max_length=512)
     free_memory()
-    engine = _engine(what["variant"], fraction, where)
+    engine = _engine(what["variant"], where)
     engine.start(spec)
     try:
         # As the trainer's: FP32, on the same device, one tensor a matrix.
@@ -105,9 +105,8 @@ def _measure(results: Results, what: dict[str, Any], repeats: int, fraction: flo
         engine.close()
 
 
-def _engine(kind: str, fraction: float, where: str) -> Engine:
+def _engine(kind: str, where: str) -> Engine:
     if kind != "vllm":
         return ENGINES[kind]()
-    kv_cache_gb = 0.1 if where == "cpu" else None
     # Graphs are not replayed here, but without them the engine would be another.
-    return VLLMEngine(max_num_seqs=8, memory_fraction=fraction, kv_cache_gb=kv_cache_gb, cudagraph_sizes=[1, 8])
+    return VLLMEngine(max_num_seqs=8, kv_cache_gb=0.1 if where == "cpu" else 2.0, cudagraph_sizes=[1, 8])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from qerl_pl.bench import peers
 from qerl_pl.bench.results import (
@@ -22,16 +22,17 @@ from qerl_pl.bench.results import (
     peak,
     seconds,
     spread,
+    synchronize,
 )  # fmt: skip
 from qerl_pl.checkpoint import PROJECTIONS, prepare
 from qerl_pl.engine.base import EngineSpec
-from qerl_pl.policy import Policy
+from qerl_pl.engine.vllm import VLLMEngine
+from qerl_pl.memory import Shape, kv_bytes_per_token
+from qerl_pl.policy import ALL, Policy
 from qerl_pl.random_model import PREFIX, parameters
 from registry.quantization import FORMATS
 
-VARIANTS = ("ours", *peers.LINEARS)
-Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(tokens [B, T], lengths [B], completion_mask [B, T]) -> log-probabilities, of any shape, with gradient."""
+VARIANTS = ("ours", "shared", *peers.LINEARS)
 
 
 def train(
@@ -56,13 +57,14 @@ def train(
 
     Args:
         model: shapes, separated by commas.
-        format: weight formats of ``ours``; the peers have their own.
-        variant: ours; peft-bf16, peft-nf4 (bitsandbytes), decompress (compressed-tensors in every forward).
+        format: weight formats of ``ours`` and ``shared``; the peers have their own.
+        variant: ours (the policy with a packed copy of its own); shared (it computes from the tensors of a vLLM engine
+            beside it, on a GPU); peft-bf16, peft-nf4 (bitsandbytes), decompress (compressed-tensors in every forward).
         rank: of the adapter.
         tokens: of the micro-batch, filled with equal sequences.
         prompt_length: tokens of a sequence that have no log-probability.
         completion_length: tokens of a sequence that have one.
-        checkpointing: none, or full (activations of every block again in backward).
+        checkpointing: none, full (activations of every block again in backward), or of ours and shared so many blocks.
         repeats: timed calls, after two to warm up.
         memory_gb: memory of the GPU that may be used, as on a smaller card.
         output: JSON file to add the rows to.
@@ -70,7 +72,8 @@ def train(
     """
     variants = choices("variant", variant, VARIANTS)
     formats = choices("format", format, list(FORMATS))
-    choices("checkpointing", checkpointing, ("none", "full"))
+    if not checkpointing.isdigit() or set(variants) & peers.LINEARS.keys():
+        choices("checkpointing", checkpointing, ("none", "full"))
     if tokens < prompt_length + completion_length:
         raise ValueError(f"--tokens {tokens} hold no sequence of {prompt_length} + {completion_length}; raise it")
     peers.check(variants)
@@ -78,7 +81,7 @@ def train(
     results = Results("train", output, commit)
     for name in names(model):
         for kind in variants:
-            for form in formats if kind == "ours" else [peers.FORMAT[kind]]:
+            for form in formats if kind in ("ours", "shared") else [peers.FORMAT[kind]]:
                 for size in numbers(rank):
                     what = {
                         "model": name, "format": form, "variant": kind, "rank": size, "checkpointing": checkpointing,
@@ -95,17 +98,40 @@ def _measure(what: dict[str, Any], repeats: int) -> dict[str, Any]:
     kind, rank = what["variant"], what["rank"]
     quantization = FORMATS["bf16" if kind == "peft-nf4" else what["format"]]()  # bitsandbytes quantizes while loading
     folder = prepare(PREFIX + what["model"], quantization)
-    length = what["prompt_length"] + what["completion_length"]
-    spec = EngineSpec(folder, quantization, rank, float(rank), PROJECTIONS, dtype, where, length)
     settings = json.loads((folder / "config.json").read_text())
+    length = what["prompt_length"] + what["completion_length"]
+    kv_cache = (length + 128) * kv_bytes_per_token(Shape.read(settings))  # for the engine of ``shared``
+    spec = EngineSpec(folder, quantization, rank, float(rank), PROJECTIONS, dtype, where, length, kv_cache)
     free_memory()
+    if kind == "shared":
+        engine = VLLMEngine(max_num_seqs=1, enforce_eager=True)  # nothing is sampled
+        engine.start(spec)
+        try:
+            return _time(what, settings, repeats, lambda: ours(spec, what["checkpointing"], engine.shared_weights()))
+        finally:
+            engine.close()
+    if kind == "ours":
+        return _time(what, settings, repeats, lambda: ours(spec, what["checkpointing"]))
+    return _time(what, settings, repeats, lambda: peers.Peer(kind, spec, what["checkpointing"]))
+
+
+def ours(spec: EngineSpec, checkpointing: str, shared: Mapping[str, Any] | None = None) -> Policy:
+    layers = {"none": 0, "full": ALL}.get(checkpointing)
+    return Policy(spec, shared, int(checkpointing) if layers is None else layers)
+
+
+def _time(
+    what: dict[str, Any], settings: Mapping[str, Any], repeats: int, build: Callable[[], nn.Module]
+) -> dict[str, Any]:
+    where, _ = device()
     began = time.perf_counter()
-    model = ours(spec, what["checkpointing"]) if kind == "ours" else peers.Peer(kind, spec, what["checkpointing"])
+    model = build()
+    synchronize()
     start = time.perf_counter() - began
-    logprobs: Logprobs = (lambda *batch: model(*batch)[0]) if kind == "ours" else model
     loaded = {"model_gb": torch.cuda.memory_allocated() / 1e9} if where == "cuda" else {}
 
     generator = torch.Generator().manual_seed(0)
+    length = what["prompt_length"] + what["completion_length"]
     sequences = what["tokens"] // length
     tokens = torch.randint(2, settings["vocab_size"], (sequences, length), generator=generator).to(where)
     lengths = torch.full((sequences,), length, device=where)
@@ -113,7 +139,9 @@ def _measure(what: dict[str, Any], repeats: int) -> dict[str, Any]:
     learned = [p for p in model.parameters() if p.requires_grad]
 
     def step() -> None:
-        (-logprobs(tokens, lengths, mask).sum() / mask.sum()).backward()
+        out = model(tokens, lengths, mask)
+        logprobs = out[0] if isinstance(out, tuple) else out  # the policy also gives the entropy
+        (-logprobs.sum() / mask.sum()).backward()
         for parameter in learned:
             parameter.grad = None
 
@@ -133,10 +161,6 @@ def _measure(what: dict[str, Any], repeats: int) -> dict[str, Any]:
         "start_s": start,
         "repeats": repeats,
     }
-
-
-def ours(spec: EngineSpec, checkpointing: str) -> Policy:
-    return Policy(spec, checkpointing == "full")
 
 
 def flops(settings: Mapping[str, Any], sequences: int, prompt_length: int, completion_length: int) -> float:

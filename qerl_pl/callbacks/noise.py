@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from lightning import Callback, Trainer
+from torch import Tensor
 
 from qerl_pl.losses import k3
 from qerl_pl.noise import Applied, NormNoise
@@ -17,8 +18,7 @@ class AdaptiveQuantizationNoise(Callback):
 
     With ``in_trainer`` the trainer's log-probabilities of a batch are computed under the noise it was sampled with.
     ``noise/kl`` is the KL divergence per token that the noise causes: computed by the trainer on up to ``probe``
-    completions of the
-    batch.
+    completions of the batch, as many as fit into a micro-batch.
     """
 
     def __init__(
@@ -63,6 +63,11 @@ class AdaptiveQuantizationNoise(Callback):
         if stage == "fit" and hasattr(self, "sampler"):
             self._restore(trainer)
 
+    def lift(self, trainer: Trainer) -> None:
+        """Clean weights in sampler and trainer, until the noise of the next rollout batch comes."""
+        self.trainer.restore()
+        self._restore(trainer)
+
     def _apply(self, trainer: Trainer, pl_module: Any) -> None:
         """Noise of the rollout batch that comes next."""
         step = trainer.datamodule.done  # type: ignore[attr-defined]
@@ -77,10 +82,14 @@ class AdaptiveQuantizationNoise(Callback):
     def _kl(self, pl_module: Any, batch: RolloutBatch) -> float:
         if self.applied.sigma == 0:
             return 0.0
-        part = batch.rows(torch.arange(min(self.probe, len(batch)), device=batch.tokens.device))
+        part = batch.rows(torch.arange(self._rows(batch.lengths, pl_module.tokens_per_micro_batch)))
         arguments = (part.tokens, part.lengths, part.completion_mask, part.temperature)
         clean, _ = pl_module.policy(*arguments)
         self.trainer.apply(self.applied.sigma, batch.step)
         noisy, _ = pl_module.policy(*arguments)
         self.trainer.restore()
         return float(k3(clean, noisy, part.completion_mask)[part.completion_mask].mean())
+
+    def _rows(self, lengths: Tensor, budget: int) -> int:
+        """How many of the first completions go through the trainer at once: within the budget of tokens, at least 1."""
+        return max(1, min(len(lengths), self.probe, budget // int(lengths[: self.probe].max())))

@@ -15,7 +15,7 @@ LAYOUT = {
         "groups without spread": ["Multiline", ["frac_reward_zero_std"]],
     },
     "3 Is the sampler in step with the trainer?": {
-        "|Δ log p|, engine against trainer": ["Multiline", ["sampling/logp_difference/mean"]],
+        "|Δ log p|, engine against trainer": ["Multiline", ["sampling/logp_difference/mean", "sync/logp_difference"]],
         "KL per token: sampler, and noise alone": ["Multiline", ["sampling/kl", "noise/kl"]],
         "clipped tokens": ["Multiline", ["clip_ratio/.*"]],
     },

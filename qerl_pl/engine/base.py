@@ -29,12 +29,19 @@ class EngineSpec:
     dtype: str = "float32"  # of the arithmetic: float32 or bfloat16
     device: str = "cpu"
     max_length: int = 4096  # longest prompt + completion that will be asked for
+    kv_cache_bytes: int | None = None  # planned size of the KV cache
+
+
+class CannotShareError(Exception):
+    """Why the trainer needs its own copy of the base."""
 
 
 class Engine(ABC):
     """Samples from base + adapter + noise. The constructor takes settings only; ``start`` does the heavy work, once."""
 
     tokenizer: Any
+    plannable = False
+    """Whether the memory plan covers it: then it has max_num_seqs, max_num_batched_tokens and release_kv_cache."""
 
     @abstractmethod
     def start(self, spec: EngineSpec) -> None:
@@ -75,6 +82,18 @@ class Engine(ABC):
     @abstractmethod
     def refresh(self) -> None:
         """Forget everything computed with earlier weights (prefix cache). Call after the adapter or a norm changed."""
+
+    def shared_weights(self) -> Mapping[str, Any]:
+        """The frozen weights that the trainer can compute from, by Hugging Face's module name, so that they exist once.
+
+        A :class:`~qerl_pl.packed.Weight` for each projection, a tensor [V, H] for embeddings and head. Raises
+        :class:`CannotShareError` where the engine holds them in a form of its own.
+        """
+        raise CannotShareError(f"{type(self).__name__} keeps a copy of its own")
+
+    def release_cache(self) -> int:
+        """Give the memory of keys and values back until the next ``generate``; return how many bytes that freed."""
+        return 0
 
     def close(self) -> None:
         """Free what ``start`` took."""

@@ -4,13 +4,14 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qerl_pl.engine import vllm_compat
-from qerl_pl.engine.base import ENGINES, Engine, EngineSpec, Progress
+from qerl_pl.engine.base import ENGINES, CannotShareError, Engine, EngineSpec, Progress
 from qerl_pl.engine.vllm_random import load_format, random_weights
 from qerl_pl.types import Completion, Sampling
 
@@ -29,31 +30,38 @@ class VLLMEngine(Engine):
         max_model_len: Longest prompt + completion, in tokens; by default what the data module asks for, and the model
             allows.
         max_num_seqs: Completions sampled at the same time.
-        memory_fraction: Share of the GPU's memory for weights and KV cache, unless ``kv_cache_gb`` is given.
-        kv_cache_gb: Size of the KV cache in GiB. On the CPU 1 if not given.
+        max_num_batched_tokens: Prompt tokens computed at once. Fewer take less memory.
+        kv_cache_gb: Size of the KV cache in GiB; by default what the memory plan gives, on the CPU 1.
+        release_kv_cache: Give the KV cache's memory to the trainer while it computes (CUDA only).
         enforce_eager: No CUDA graphs. By default on the CPU only.
         cudagraph_sizes: Batch sizes to capture; others are padded up to the next. By default about a dozen up to
             ``max_num_seqs``.
     """
 
+    plannable = True
+
     def __init__(
         self,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
-        memory_fraction: float = 0.5,
+        max_num_batched_tokens: int = 8192,
         kv_cache_gb: float | None = None,
+        release_kv_cache: bool = True,
         enforce_eager: bool | None = None,
         cudagraph_sizes: list[int] | None = None,
     ) -> None:
-        if not 0 < memory_fraction <= 1:
-            raise ValueError(f"memory_fraction is a share of the GPU's memory in (0, 1], not {memory_fraction}")
+        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+            if value < 1:
+                raise ValueError(f"engine.{name}: {value} must be at least 1")
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
-        self.memory_fraction = memory_fraction
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.kv_cache_gb = kv_cache_gb
+        self.release_kv_cache = release_kv_cache
         self.enforce_eager = enforce_eager
         self.cudagraph_sizes = cudagraph_sizes
         self._llm: Any = None
+        self._released = False
 
     def start(self, spec: EngineSpec) -> None:
         if self._llm is not None:
@@ -68,7 +76,9 @@ class VLLMEngine(Engine):
             vllm_compat.unchanged_process(self._cuda),
             vllm_compat.uncompiled(self._cuda),
         ):
-            with vllm_compat.patched_layers(spec.quantization, dtype, self._cuda), random_weights(spec.folder):
+            releasable = vllm_compat.releasable_cache() if self._cuda and self.release_kv_cache else nullcontext()
+            patched = vllm_compat.patched_layers(spec.quantization, dtype, self._cuda)
+            with releasable, patched, random_weights(spec.folder):
                 llm = vllm_compat.build(self._settings(spec) | load_format(spec.folder))
             try:
                 self._norms = vllm_compat.norm_weights(llm)
@@ -88,14 +98,17 @@ class VLLMEngine(Engine):
             "dtype": spec.dtype,
             "max_model_len": self.max_model_len or _max_length(spec),
             "max_num_seqs": self.max_num_seqs,
-            "gpu_memory_utilization": self.memory_fraction,
+            "max_num_batched_tokens": max(self.max_num_batched_tokens, self.max_num_seqs),
             "enforce_eager": eager,
             "max_lora_rank": min(rank for rank in vllm_compat.LORA_RANKS if rank >= spec.rank),
             "lora_target_modules": list(spec.targets),
         }
-        kv_cache_gb = self.kv_cache_gb if self._cuda else self.kv_cache_gb or 1.0
-        if kv_cache_gb is not None:
-            settings["kv_cache_memory_bytes"] = int(kv_cache_gb * GIB)
+        if self.kv_cache_gb is not None:
+            settings["kv_cache_memory_bytes"] = int(self.kv_cache_gb * GIB)
+        elif spec.kv_cache_bytes is not None or not self._cuda:
+            settings["kv_cache_memory_bytes"] = spec.kv_cache_bytes or GIB
+        if "kv_cache_memory_bytes" in settings:  # then the share decides nothing, but vLLM wants it to be free
+            settings["gpu_memory_utilization"] = 0.01
         if self._cuda and not eager:
             # Every request has the adapter: graphs without it would never be used.
             sizes = self.cudagraph_sizes or _graph_sizes(self.max_num_seqs)
@@ -112,6 +125,9 @@ class VLLMEngine(Engine):
         """See the interface. At temperature 0 the likeliest token, with its log-probability at temperature 1."""
         llm = self._running()
         self._check_call(prompts, sampling, seeds)
+        if self._released:
+            vllm_compat.restore_cache(llm)
+            self._released = False
         engine, outputs, tokens = llm.llm_engine, {}, 0
         rows = [[f"{i}:{j}" for j in range(sampling.n)] for i in range(len(prompts))]
         total, began = len(prompts) * sampling.n, time.monotonic()
@@ -223,6 +239,23 @@ class VLLMEngine(Engine):
             )
         self._clean = self._versions()
 
+    def shared_weights(self) -> Mapping[str, Any]:
+        """See the interface. On CUDA: Marlin's NVFP4 tensors or the BF16 weights, and embeddings and head."""
+        llm = self._running()
+        if not self._cuda:
+            raise CannotShareError("vLLM's CPU build repacks its weights")
+        return dict(vllm_compat.linear_weights(llm)) | vllm_compat.embedding_weights(llm)
+
+    def release_cache(self) -> int:
+        """See the interface. Cached prefixes are lost."""
+        if not (self._cuda and self.release_kv_cache):
+            return 0
+        if not self._released:
+            self.refresh()
+            vllm_compat.release_cache()
+            self._released = True
+        return vllm_compat.cache_bytes(self._llm)
+
     def _versions(self) -> int:
         """Grows with every write in place to norm or adapter."""
         adapter = sum(a._version + b._version for a, b in self._slots.values())
@@ -240,6 +273,9 @@ class VLLMEngine(Engine):
     def close(self) -> None:
         if self._llm is None:
             return
+        if self._released:  # memory that is not mapped cannot be freed
+            vllm_compat.restore_cache(self._llm)
+            self._released = False
         vllm_compat.shut_down(self._llm)
         self._llm = None
         del self._norms, self._slots  # they share the model's memory

@@ -9,7 +9,6 @@ import torch
 
 from qerl_pl.engine import vllm_compat
 from qerl_pl.engine.base import EngineSpec
-from qerl_pl.engine.vllm import GIB
 from qerl_pl.engine.vllm_random import load_format, random_weights
 
 
@@ -19,9 +18,7 @@ class StockVLLM:
     Where there is no kernel for the format (NVFP4 on the CPU) the project's replacement is used.
     """
 
-    def __init__(
-        self, spec: EngineSpec, max_num_seqs: int, memory_fraction: float, adapter: Path | None, graphs: Sequence[int]
-    ) -> None:
+    def __init__(self, spec: EngineSpec, max_num_seqs: int, adapter: Path | None, graphs: Sequence[int]) -> None:
         self._cuda = torch.device(spec.device).type == "cuda"
         vllm_compat.prepare(self._cuda)
         from vllm import LLM
@@ -32,7 +29,8 @@ class StockVLLM:
             "dtype": spec.dtype,
             "max_model_len": spec.max_length,
             "max_num_seqs": max_num_seqs,
-            "gpu_memory_utilization": memory_fraction,
+            "kv_cache_memory_bytes": spec.kv_cache_bytes,
+            "gpu_memory_utilization": 0.01,  # it then decides nothing, but must be free
             "enable_prefix_caching": True,
             "skip_tokenizer_init": True,
             "use_tqdm_on_load": False,
@@ -45,7 +43,7 @@ class StockVLLM:
         if self._cuda:
             settings["compilation_config"] = {"cudagraph_capture_sizes": sorted(graphs)}
         else:
-            settings |= {"enforce_eager": True, "kv_cache_memory_bytes": GIB // 4}
+            settings["enforce_eager"] = True
         layers = vllm_compat.patched_layers(spec.quantization, getattr(torch, spec.dtype), cuda=False)
         with (
             vllm_compat.unchanged_process(self._cuda),

@@ -101,6 +101,10 @@ class NVFP4(QuantFormat):
 
     def dequantize(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         packed, scale = stored["weight_packed"], stored["weight_scale"]
+        if packed.is_cuda:
+            from registry.quantization import nvfp4_triton  # Triton comes with PyTorch's CUDA builds
+
+            return nvfp4_triton.dequantize(packed, scale, stored["weight_global_scale"], dtype)
         step = scale.float() / stored["weight_global_scale"]
         codes = embedding(packed.int(), _pairs(packed.device))  # [out, in/2, 2]
         rows, groups = scale.shape

@@ -1,0 +1,159 @@
+"""vLLM on a GPU: its tensors under the trainer, its numbers, its memory. Twins: test_vllm_engine.py, test_policy.py."""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from qerl_pl.checkpoint import Weights, stored_projection
+from qerl_pl.engine.base import EngineSpec
+from qerl_pl.engine.vllm import VLLMEngine
+from qerl_pl.packed import SharedLinear
+from qerl_pl.policy import Policy, copy_adapter
+from qerl_pl.types import Completion, Sampling
+from registry.quantization import BF16, NVFP4, QuantFormat
+from tests.reference import ALPHA, MAX_LEN, RANK, TARGETS, Reference, random_adapter, small, write_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed"),
+]
+PROMPTS = [[2 + (7 * i + 3 * j) % 97 for j in range(5 + i)] for i in range(4)]
+SAMPLING = Sampling(n=4, max_tokens=24)
+BF16_ULP = 2.0**-8
+
+
+@dataclass
+class Case:
+    engine: VLLMEngine
+    reference: Reference
+    spec: EngineSpec
+
+    def sample(self) -> list[list[Completion]]:
+        return self.engine.generate(PROMPTS, SAMPLING, range(4))
+
+    def write(self, adapter: dict[str, torch.Tensor]) -> None:
+        self.engine.load_adapter(adapter)
+        self.engine.refresh()
+        self.reference.set_adapter(adapter)
+
+    def difference(self, groups: list[list[Completion]]) -> float:
+        """Mean |Δ log p| against Hugging Face and PEFT in FP32."""
+        pairs = [(c, p) for p, group in zip(PROMPTS, groups, strict=True) for c in group]
+        parts = [(torch.tensor(c.logprobs) - self.reference.logprobs(p, c.token_ids)).abs() for c, p in pairs]
+        return torch.cat(parts).mean().item()
+
+
+@pytest.fixture(scope="module", params=[BF16(), NVFP4()], ids=["bf16", "nvfp4"])
+def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    quantization: QuantFormat = request.param
+    folder = tmp_path_factory.mktemp("cuda") / "model"
+    config = Qwen2Config(**(small() | {"hidden_size": 256, "intermediate_size": 512}), tie_word_embeddings=True)
+    reference = Reference(config, write_checkpoint(folder, config, quantization))
+    engine = VLLMEngine(max_model_len=MAX_LEN, max_num_seqs=32, kv_cache_gb=0.5)
+    spec = EngineSpec(folder, quantization, RANK, ALPHA, TARGETS, dtype="bfloat16", device="cuda")
+    engine.start(spec)
+    yield Case(engine, reference, spec)
+    engine.close()
+
+
+def test_adapter_and_noise_through_cuda_graphs(case: Case) -> None:
+    """Nearer to the reference that has them than to the one that has not."""
+    case.write({name: torch.zeros_like(t) for name, t in case.reference.lora.items()})
+    assert case.difference(case.sample()) < 0.1
+    adapter = random_adapter(case.reference, 1)
+    case.engine.load_adapter(adapter)
+    case.engine.refresh()
+    with_adapter = case.sample()
+    without = case.difference(with_adapter)
+    case.reference.set_adapter(adapter)
+    assert case.difference(with_adapter) < min(0.1, without / 4)
+    for name, tensor in case.engine.adapter().items():
+        torch.testing.assert_close(tensor.cpu(), adapter[name], rtol=BF16_ULP, atol=0)
+
+    clean = {name: w.clone() for name, w in case.engine.norms().items()}
+    for name, w in case.engine.norms().items():
+        w.mul_(1.2)
+        case.reference.norms[name].data.mul_(1.2)
+    case.engine.refresh()
+    assert case.difference(case.sample()) < 0.1
+    for name, w in case.engine.norms().items():
+        w.copy_(clean[name])
+        case.reference.norms[name].data.copy_(clean[name])
+    case.engine.refresh()
+    assert [c.token_ids for g in case.sample() for c in g] == [c.token_ids for g in with_adapter for c in g]
+
+
+def test_the_engines_weights_are_the_checkpoints(case: Case) -> None:
+    """Read by our kernel, and by multiplying the identity with vLLM's own."""
+    shared, weights = case.engine.shared_weights(), Weights(case.spec.folder)
+    projections = [n for n in shared if n.rpartition(".")[2] in TARGETS]
+    assert len(projections) == 2 * 7
+    for name in projections:
+        format_, stored = stored_projection(weights, name, case.spec.quantization)
+        want = format_.dequantize(stored, torch.float32)
+        got = shared[name].dense(torch.float32).cpu() * shared[name].scale
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+        bfloat16 = shared[name].dense(torch.bfloat16).float().cpu() * shared[name].scale
+        torch.testing.assert_close(bfloat16, want, rtol=1e-6, atol=0)  # FP4 · FP8 is exact in BF16
+    assert torch.equal(shared["model.embed_tokens"].cpu(), weights["model.embed_tokens.weight"])
+
+    from qerl_pl.engine import vllm_compat
+
+    layer = dict(vllm_compat.model(case.engine._llm).named_modules())["model.layers.1.mlp.down_proj"].base_layer
+    identity = torch.eye(512, dtype=torch.bfloat16, device="cuda")
+    through = layer.quant_method.apply(layer, identity)
+    ours = shared["model.layers.1.mlp.down_proj"]
+    torch.testing.assert_close(through.float().T, (ours.dense(torch.float32) * ours.scale), rtol=2**-8, atol=0)
+
+
+def test_a_policy_on_the_engines_weights_is_the_policy(case: Case) -> None:
+    shared = case.engine.shared_weights()
+    before = torch.cuda.memory_allocated()
+    ours, own = Policy(case.spec, shared), Policy(case.spec)
+    assert isinstance(ours.peft.get_base_model().model.layers[0].mlp.up_proj.base_layer, SharedLinear)
+    embedding = ours.peft.get_base_model().model.embed_tokens.weight
+    assert embedding.data_ptr() == shared["model.embed_tokens"].data_ptr()
+    adapter = random_adapter(case.reference, 2)
+    for policy in (ours, own):
+        copy_adapter(policy.adapter_parameters(), adapter)
+    case.write(adapter)
+    groups = case.sample()
+    rows = [(p + c.token_ids, len(p)) for p, group in zip(PROMPTS, groups, strict=True) for c in group]
+    lengths = torch.tensor([len(tokens) for tokens, _ in rows], device="cuda")
+    tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long, device="cuda")
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    for row, (ids, start) in enumerate(rows):
+        tokens[row, : len(ids)] = torch.tensor(ids, device="cuda")
+        mask[row, start : len(ids)] = True
+    results = [p(tokens, lengths, mask)[0] for p in (ours, own)]
+    assert (results[0] - results[1]).abs().mean() < 0.01
+    sampled = torch.cat([torch.tensor(c.logprobs) for group in groups for c in group])
+    assert (results[0][mask].cpu() - sampled).abs().mean() < 0.03
+    grads = [
+        torch.autograd.grad(r.sum(), list(p.adapter_parameters().values()))
+        for r, p in zip(results, (ours, own), strict=True)
+    ]
+    for a, b in zip(*grads, strict=True):
+        assert (a - b).norm() < 0.03 * b.norm()
+    assert torch.cuda.memory_allocated() > before
+
+
+def test_released_cache(case: Case) -> None:
+    """Its memory is free while it is released, and the tokens after it are those from before."""
+    before = [c.token_ids for group in case.sample() for c in group]
+    gc.collect()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    case.engine.release_cache()
+    case.engine.release_cache()  # twice is once
+    assert torch.cuda.mem_get_info()[0] - free > 0.45 * 2**30
+    poison = torch.full((2**28,), float("nan"), device="cuda")  # memory that the cache may get back
+    del poison
+    torch.cuda.empty_cache()
+    assert [c.token_ids for group in case.sample() for c in group] == before

@@ -1,0 +1,109 @@
+"""What is computed otherwise on a GPU than on a CPU: kernels, attention, compiled operations. Twins: test_marlin.py,
+test_layers.py, test_logprobs.py, test_packed.py.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from qerl_pl import fused
+from qerl_pl.layers import Packing, attention
+from qerl_pl.logprobs import token_logprobs
+from qerl_pl.packed import PackedLinear, frozen_linear
+from registry.quantization import NVFP4
+
+pytestmark = pytest.mark.gpu
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.double().cpu() - exact.double().cpu()).norm() / exact.double().norm().cpu())
+
+
+def test_nvfp4_from_the_checkpoints_layout_is_exact() -> None:
+    weights = [torch.randn(64, 96) * 0.05, torch.randn(1000, 4096) * 0.02, torch.randn(7, 16)]
+    weights[0][:8] *= 1e-4  # scales that underflow
+    for weight in weights:
+        stored = NVFP4().quantize([weight])[0]
+        on_gpu = {name: tensor.cuda() for name, tensor in stored.items()}
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(NVFP4().dequantize(on_gpu, dtype).cpu(), NVFP4().dequantize(stored, dtype))
+
+
+def test_attention_and_its_gradients() -> None:
+    lengths = torch.tensor([300, 17, 511, 1])
+    shapes = [(int(lengths.sum()), heads, 128) for heads in (28, 4, 4)]
+    exact = [torch.randn(s, generator=torch.Generator().manual_seed(0)).bfloat16().float() for s in shapes]
+    inputs = [x.cuda().bfloat16().requires_grad_() for x in exact]
+    exact = [x.requires_grad_() for x in exact]
+    weight = torch.randn(shapes[0], generator=torch.Generator().manual_seed(1)).bfloat16()
+    ours = attention(*inputs, Packing.of(lengths.cuda()), 0.1)
+    theirs = attention(*exact, Packing.of(lengths), 0.1)
+    assert error(ours, theirs) < 5e-3
+    got = torch.autograd.grad((ours * weight.cuda()).sum(), inputs)
+    want = torch.autograd.grad((theirs * weight.float()).sum(), exact)
+    assert max(error(a, b) for a, b in zip(got, want, strict=True)) < 1e-2
+
+
+def test_compiled_operations() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y, z = (torch.randn(50, 256, generator=generator).bfloat16() for _ in range(3))
+    weight = torch.rand(256, generator=generator)
+    heads = torch.randn(50, 6, 64, generator=generator).bfloat16()
+    cos, sin = (torch.randn(50, 64, generator=generator).bfloat16() for _ in range(2))
+    logits = 5 * torch.randn(50, 1000, generator=generator)
+    logits[:, 990:] = -torch.inf
+    targets = torch.randint(990, (50,), generator=generator)
+    for name, arguments in (
+        ("rms_norm", (x, weight, 1e-6)),
+        ("swiglu", (x, y)),
+        ("swiglu_backward", (z, x, y)),
+        ("rotate", (heads, cos, sin)),
+        ("token_statistics", (logits, targets, torch.float32)),
+    ):
+        function = getattr(fused, name)
+        on_gpu = function(*(a.cuda() if isinstance(a, Tensor) else a for a in arguments))
+        plain = (
+            function.__wrapped__(*(a.double() if a.is_floating_point() else a for a in arguments[:-1]), arguments[-1])
+            if isinstance(arguments[-1], (float, torch.dtype))
+            else function.__wrapped__(*(a.double() for a in arguments))
+        )
+        for a, b in zip(*(v if isinstance(v, tuple) else (v,) for v in (on_gpu, plain)), strict=True):
+            assert error(a, b) < 4e-3, name
+
+
+def test_logprobs_and_their_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (
+        torch.randn(300, 512, generator=generator).bfloat16(),
+        torch.randn(5000, 512, generator=generator).bfloat16(),
+    )
+    targets, weight = torch.randint(5000, (300,), generator=generator), torch.randn(300, generator=generator)
+    exact = hidden.double().requires_grad_()
+    logits = (exact @ head.double().T / 7).log_softmax(-1)
+    want = logits.gather(-1, targets[:, None])[:, 0]
+    (want * weight).sum().backward()
+    ours = hidden.cuda().requires_grad_()
+    logprobs, entropy = token_logprobs(ours, head.cuda(), targets.cuda(), 7.0, chunk=128)
+    (logprobs * weight.cuda()).sum().backward()
+    assert (logprobs.cpu() - want).abs().max() < 1e-4  # products of BF16 numbers are exact in FP32
+    assert (entropy.cpu() + (logits.exp() * logits).sum(-1)).abs().max() < 1e-4
+    assert error(ours.grad, exact.grad) < 1e-2
+
+
+def test_linear_with_adapter() -> None:
+    generator = torch.Generator().manual_seed(0)
+    stored = NVFP4().quantize([torch.randn(384, 256, generator=generator) * 0.05])[0]
+    x, up = (torch.randn(70, 256, generator=generator).bfloat16() for _ in range(2))
+    a, b, bias = (torch.randn(s, generator=generator) * 0.1 for s in ((8, 256), (384, 8), (384,)))
+    weight = torch.randn(70, 384, generator=generator).bfloat16()
+
+    def run(device: str, dtype: torch.dtype) -> list[Tensor]:
+        inputs = [t.to(device, dtype).requires_grad_() for t in (x, up)]
+        adapter = [t.to(device).requires_grad_() for t in (a, b)]
+        layer = PackedLinear(NVFP4(), {k: t.to(device) for k, t in stored.items()}, bias.to(device))
+        y = frozen_linear(inputs[0], layer, inputs[1], *adapter, 2.0)
+        return [y, *torch.autograd.grad((y * weight.to(device, dtype)).sum(), [*inputs, *adapter])]
+
+    for ours, exact in zip(run("cuda", torch.bfloat16), run("cpu", torch.float32), strict=True):
+        assert error(ours, exact) < 1e-2
+    assert run("cuda", torch.bfloat16)[3].dtype == torch.float32
