@@ -23,6 +23,8 @@ from registry.quantization import FORMATS
 from registry.rewards import ANSWER_FORMATS, REWARDS
 
 REGISTRIES = (FORMATS, SCHEDULES, REWARDS, ANSWER_FORMATS, PROMPTS, ENGINES)
+EXTRAS = {"bitsandbytes": "bitsandbytes"}
+"""Modules that a config may name and that only an extra brings."""
 
 
 QUIET = (
@@ -80,8 +82,11 @@ class Parser(LightningArgumentParser):
                 message = f"{message}. Did you mean {close[0]!r}?"
         name = re.search(r"Not of type \w+Name: (unknown .*|\S.* is not available: .*)", message)
         where = re.search(r'Parser key "([\w.]+)"', message)
+        missing = re.search(rf"No module named '({'|'.join(EXTRAS)})'", message)
         if name and where:  # of all that jsonargparse tried, the registry's answer is the one that helps
             message = f"{where[1]}: {name[1]}"
+        elif missing and where:
+            message = f"{where[1]}: {missing[1]} is not installed; pip install 'qerl-pl[{EXTRAS[missing[1]]}]'"
         print("qerl-pl: error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
 

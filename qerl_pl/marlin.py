@@ -87,12 +87,11 @@ class MarlinWeight:
         out_features, in_features = self.shape
         dense = _scratch(out_features * in_features, dtype, self.packed.device).view(in_features, out_features)
         columns, tiles = self.packed.shape[1] // 2, self.packed.shape[0]
-        high = next(n for n in (2, 1) if tiles % n == 0)
         wide = next(n for n in (2, 1) if out_features // TILE_OUT % n == 0)
-        grid = (tiles // high, out_features // TILE_OUT // wide)
+        grid = (tiles, out_features // TILE_OUT // wide)
         scales = self.scales.view(torch.uint8)
         _dequantize[grid](
-            self.packed, scales, dense, columns, self.first, out_features, TILES=high, WIDE=wide, num_warps=2
+            self.packed, scales, dense, columns, self.first, out_features, TILES=1, WIDE=wide, num_warps=2
         )
         return dense.T
 

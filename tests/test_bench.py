@@ -63,6 +63,8 @@ def test_options_are_checked(tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r"--memory_gb 24\.0 bounds the memory of a GPU"):
             bench(["train", "--memory_gb", "24"])
+        with pytest.raises(ValueError, match="--variant shared needs a GPU"):
+            bench(["train", "--variant", "shared"])
     if find_spec("bitsandbytes") is None:
         with pytest.raises(ImportError, match="--variant peft-nf4 needs bitsandbytes: pip install bitsandbytes"):
             bench(["train", "--variant", "peft-nf4"])

@@ -76,6 +76,8 @@ def train(
         choices("checkpointing", checkpointing, ("none", "full"))
     if tokens < prompt_length + completion_length:
         raise ValueError(f"--tokens {tokens} hold no sequence of {prompt_length} + {completion_length}; raise it")
+    if "shared" in variants and not torch.cuda.is_available():
+        raise ValueError("--variant shared needs a GPU: vLLM's CPU build repacks its weights; leave it out")
     peers.check(variants)
     limit_memory(memory_gb)
     results = Results("train", output, commit)

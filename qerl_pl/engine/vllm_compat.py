@@ -246,26 +246,36 @@ def releasable_cache() -> Iterator[None]:
 
     0.26 would put attention's own buffers into the same pool, whose loss ends in illegal memory accesses.
     """
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.worker import gpu_model_runner, gpu_worker
+    from vllm.v1.worker.gpu import attn_utils
 
     pool = _allocator().use_memory_pool
-    if hasattr(GPUModelRunner, "_allocate_kv_cache_tensors"):  # up to 0.26
-        allocate = GPUModelRunner._allocate_kv_cache_tensors
+    places: list[tuple[Any, str]] = [  # of both model runners, in the older releases
+        (attn_utils, "_allocate_kv_cache"),
+        (gpu_model_runner.GPUModelRunner, "_allocate_kv_cache_tensors"),
+    ]
 
-        def pooled(self: Any, config: Any) -> Any:
+    def pooled(allocate: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
             with pool(tag=CACHE_TAG):
-                return allocate(self, config)
+                return allocate(*args, **kwargs)
 
-        patched: Any = patch.object(GPUModelRunner, "_allocate_kv_cache_tensors", pooled)
-    else:
+        return wrapped
 
-        def context(self: Any, tag: str) -> Any:
-            return pool(tag=tag) if tag == CACHE_TAG else nullcontext()
+    def context(worker: Any, tag: str) -> Any:
+        return pool(tag=tag) if tag == CACHE_TAG else nullcontext()
 
-        patched = patch.object(Worker, "_maybe_get_memory_pool_context", context)
-    with patched:
+    with ExitStack() as stack:
+        old = [(place, name) for place, name in places if hasattr(place, name)]
+        for place, name in old:
+            stack.enter_context(patch.object(place, name, pooled(getattr(place, name))))
+        if not old:
+            stack.enter_context(patch.object(gpu_worker.Worker, "_maybe_get_memory_pool_context", context))
         yield
+    if not _allocator().get_current_usage():
+        raise RuntimeError(
+            "vLLM allocated its KV cache where it cannot be released; set engine.release_kv_cache: false"
+        )
 
 
 def _allocator() -> Any:

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -113,15 +113,9 @@ def test_the_engines_weights_are_the_checkpoints(case: Case) -> None:
 
 
 def test_a_policy_on_the_engines_weights_is_the_policy(case: Case) -> None:
-    shared = case.engine.shared_weights()
-    before = torch.cuda.memory_allocated()
-    ours, own = Policy(case.spec, shared), Policy(case.spec)
-    assert isinstance(ours.peft.get_base_model().model.layers[0].mlp.up_proj.base_layer, SharedLinear)
-    embedding = ours.peft.get_base_model().model.embed_tokens.weight
-    assert embedding.data_ptr() == shared["model.embed_tokens"].data_ptr()
+    shared, precise = case.engine.shared_weights(), replace(case.spec, dtype="float32")
+    projections = {name: weight for name, weight in shared.items() if not isinstance(weight, torch.Tensor)}
     adapter = random_adapter(case.reference, 2)
-    for policy in (ours, own):
-        copy_adapter(policy.adapter_parameters(), adapter)
     case.write(adapter)
     groups = case.sample()
     rows = [(p + c.token_ids, len(p)) for p, group in zip(PROMPTS, groups, strict=True) for c in group]
@@ -131,17 +125,29 @@ def test_a_policy_on_the_engines_weights_is_the_policy(case: Case) -> None:
     for row, (ids, start) in enumerate(rows):
         tokens[row, : len(ids)] = torch.tensor(ids, device="cuda")
         mask[row, start : len(ids)] = True
-    results = [p(tokens, lengths, mask)[0] for p in (ours, own)]
-    assert (results[0] - results[1]).abs().mean() < 0.01
+
+    def run(policy: Policy) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        copy_adapter(policy.adapter_parameters(), adapter)
+        logprobs, _ = policy(tokens, lengths, mask)
+        grads = torch.autograd.grad(logprobs.sum(), list(policy.adapter_parameters().values()))
+        return logprobs.detach(), grads
+
+    on_shared = Policy(precise, projections)
+    assert isinstance(on_shared.peft.get_base_model().model.layers[0].mlp.up_proj.base_layer, SharedLinear)
+    (ours, our_grads), (own, own_grads) = run(on_shared), run(Policy(precise))
+    torch.testing.assert_close(ours, own, atol=1e-4, rtol=0)
+    for a, b in zip(our_grads, own_grads, strict=True):
+        assert (a - b).norm() < 1e-4 * b.norm()
+
+    everything = Policy(case.spec, shared, checkpointed_layers=1)
+    embedding = everything.peft.get_base_model().lm_head.weight
+    assert embedding.data_ptr() == shared["model.embed_tokens"].data_ptr()
+    fast, fast_grads = run(everything)
     sampled = torch.cat([torch.tensor(c.logprobs) for group in groups for c in group])
-    assert (results[0][mask].cpu() - sampled).abs().mean() < 0.03
-    grads = [
-        torch.autograd.grad(r.sum(), list(p.adapter_parameters().values()))
-        for r, p in zip(results, (ours, own), strict=True)
-    ]
-    for a, b in zip(*grads, strict=True):
-        assert (a - b).norm() < 0.03 * b.norm()
-    assert torch.cuda.memory_allocated() > before
+    assert (ours[mask].cpu() - sampled).abs().mean() < 0.1  # BF16 on a random model
+    assert (fast - ours)[mask].abs().mean() < 0.1
+    for a, b in zip(fast_grads, own_grads, strict=True):
+        assert (a - b).norm() < 0.1 * b.norm()
 
 
 def test_released_cache(case: Case) -> None:

@@ -1,0 +1,127 @@
+"""The recipes in configs/: each is read whole, says what the paper says, and its baseline differs in nothing else."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from qerl_pl.engine import ENGINES
+from qerl_pl.lightning_cli import QeRLCLI
+from registry.noise import Exponential
+from registry.prompts.dataset import Hub
+from registry.quantization import NVFP4
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+PAPER = {  # model, G, μ, longest completion, clip range (paper §4.1 and its scripts)
+    "grpo_3b": ("3B", 8, 4, 4096, (0.8, 1.2)),
+    "grpo_7b": ("7B", 8, 4, 4096, (0.8, 1.2)),
+    "dapo_7b": ("7B", 16, 1, 8192, (0.8, 1.28)),
+    "dapo_14b": ("14B", 16, 1, 8192, (0.8, 1.28)),
+    "dapo_32b": ("32B", 16, 1, 8192, (0.8, 1.28)),
+}
+
+
+class AdamW8bit(torch.optim.AdamW):
+    """Stands in where bitsandbytes is not installed."""
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 1e-2
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+@pytest.fixture
+def bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        for name in ("bitsandbytes", "bitsandbytes.optim"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setattr(sys.modules["bitsandbytes"], "optim", sys.modules["bitsandbytes.optim"], raising=False)
+        monkeypatch.setattr(AdamW8bit, "__module__", "bitsandbytes.optim")
+        monkeypatch.setattr(sys.modules["bitsandbytes.optim"], "AdamW8bit", AdamW8bit, raising=False)
+
+
+def read(*names: str) -> QeRLCLI:
+    return QeRLCLI(args=[part for name in names for part in ("--config", str(CONFIGS / name))], run=False)
+
+
+def test_these_are_the_recipes() -> None:
+    assert {p.stem for p in CONFIGS.glob("*.yaml")} == {*PAPER, "gsm8k_0.5b", "tiny"}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_settings_of_the_paper(name: str, bitsandbytes: None) -> None:
+    cli = read(f"{name}.yaml")
+    model, data = cli.model, cli.datamodule
+    size, generations, passes, longest, clip = PAPER[name]
+    assert model.model == f"Qwen/Qwen2.5-{size}-Instruct"
+    assert isinstance(model.quantization, NVFP4) and isinstance(data.engine, ENGINES["vllm"])
+    assert (model.lora.rank, model.lora.alpha, len(model.lora.targets)) == (32, 32, 7)
+    assert (model.loss.num_iterations, model.loss.beta, model.loss.loss_type) == (passes, 0.0, name[:4])
+    assert model.loss.clip == pytest.approx(clip)
+    assert (data.batch, data.sampling.n, data.sampling.max_tokens) == (128, generations, longest)
+    assert (data.sampling.temperature, data.sampling.top_p) == (1.0, 1.0)
+    assert (data.eval_sampling.temperature, data.eval_sampling.top_p) == (0.6, 0.95)
+    assert isinstance(model.noise, Exponential)
+    # None in the first of eleven stages of 100 batches, then 1e-2 down to 5e-4.
+    sigmas = [model.noise.sigma(step, 1100) for step in (0, 150, 1099)]
+    assert sigmas == pytest.approx([0.0, 1e-2, 5e-4])
+    assert (model.lr_schedule, model.warmup, model.max_grad_norm) == ("cosine", 0.1, 0.2)
+    optimizer = model.make_optimizer([torch.nn.Parameter(torch.zeros(4))])
+    assert type(optimizer).__name__ == "AdamW8bit"
+    (group,) = optimizer.param_groups
+    assert (group["lr"], tuple(group["betas"]), group["weight_decay"]) == (1e-5, (0.9, 0.99), 0.1)
+    train = data.sources["train"]
+    assert isinstance(train, Hub)
+    assert train.name == ("openai/gsm8k" if name.startswith("grpo") else "open-r1/Big-Math-RL-Verified-Processed")
+
+
+def leaves(value: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {path: value}
+    return {k: v for key, inner in value.items() for k, v in leaves(inner, f"{path}.{key}" if path else key).items()}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_baseline_differs_in_format_rate_and_noise(
+    name: str, bitsandbytes: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(*names: str) -> dict[str, Any]:
+        capsys.readouterr()
+        arguments = [part for n in names for part in ("--config", str(CONFIGS / n))]
+        with pytest.raises(SystemExit):
+            QeRLCLI(args=[*arguments, "--print_config"], run=False)
+        return leaves(yaml.safe_load(capsys.readouterr().out))
+
+    ours, baseline = printed(f"{name}.yaml"), printed(f"{name}.yaml", "formats/bf16.yaml")
+    missing = object()
+    differ = {key for key in ours.keys() | baseline.keys() if ours.get(key, missing) != baseline.get(key, missing)}
+    assert {key for key in differ if not key.startswith("model.noise.")} == {
+        "model.quantization.class_path",
+        "model.optimizer.init_args.lr",
+    }
+    assert baseline["model.quantization.class_path"] == "registry.quantization.bf16.BF16"
+    assert baseline["model.optimizer.init_args.lr"] == 5e-6
+    assert baseline["model.noise.class_path"] == "registry.noise.schedules.NoNoise"
+
+
+def test_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bitsandbytes"]:
+        monkeypatch.delitem(sys.modules, name)
+
+    class Hidden:
+        @staticmethod
+        def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+            if name.partition(".")[0] == "bitsandbytes":
+                raise ModuleNotFoundError("No module named 'bitsandbytes'", name="bitsandbytes")
+
+    monkeypatch.setattr(sys, "meta_path", [Hidden, *sys.meta_path])
+    with pytest.raises(SystemExit):
+        read("grpo_3b.yaml")
+    assert capsys.readouterr().err.strip() == (
+        "qerl-pl: error: model.optimizer: bitsandbytes is not installed; pip install 'qerl-pl[bitsandbytes]'"
+    )
