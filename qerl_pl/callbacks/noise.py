@@ -1,5 +1,6 @@
 """Adaptive quantization noise (paper §3.3)."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,9 @@ class AdaptiveQuantizationNoise(Callback):
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: RolloutBatch, batch_idx: int
     ) -> None:
         self.trainer.restore()
+        started = time.perf_counter()
         self._apply(trainer, pl_module)
+        pl_module.log("step_time/noise", time.perf_counter() - started, batch_size=len(batch))
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.state.fn == "fit":

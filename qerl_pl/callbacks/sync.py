@@ -1,5 +1,6 @@
 """Delivers the adapter to the engine, and proves it."""
 
+import time
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -41,7 +42,9 @@ class AdapterSync(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: RolloutBatch, batch_idx: int
     ) -> None:
+        started = time.perf_counter()
         pl_module.log("sync/adapter_difference", deliver(trainer, pl_module), batch_size=len(batch))
+        pl_module.log("step_time/sync", time.perf_counter() - started, batch_size=len(batch))
         if batch.step % self.every == 0:
             self.noise.lift(trainer)  # it applies that of the next batch after this
             difference = logp_difference(trainer, pl_module, batch)
@@ -79,17 +82,16 @@ def check_delivery(sent: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> fl
         raise RuntimeError(
             f"the engine holds {len(held)} LoRA matrices, {len(sent)} were sent; it would sample from another policy"
         )
-    worst = 0.0
-    for name, tensor in sent.items():
-        error = float(
-            torch.linalg.vector_norm(held[name].to(tensor) - tensor) / torch.linalg.vector_norm(tensor).clamp(min=1e-12)
-        )
+    names = list(sent)
+    ours, theirs = list(sent.values()), [held[name].to(sent[name]) for name in names]
+    norms = (torch.stack(torch._foreach_norm(t)) for t in (torch._foreach_sub(theirs, ours), ours))
+    errors = [error / max(norm, 1e-12) for error, norm in zip(*(n.tolist() for n in norms), strict=True)]
+    for name, error in zip(names, errors, strict=True):
         if not error <= 0.01:
             raise RuntimeError(
                 f"the engine's {name} differs from the policy's by {error:.1%}; it would sample from another policy"
             )
-        worst = max(worst, error)
-    return worst
+    return max(errors)
 
 
 def logp_difference(trainer: Trainer, pl_module: Any, batch: RolloutBatch) -> float:

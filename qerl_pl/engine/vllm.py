@@ -221,7 +221,7 @@ class VLLMEngine(Engine):
         read = {}
         for module, (a, b) in self._slots.items():
             name_a, name_b = _peft_names(module)
-            read[name_a], read[name_b] = a.float().clone(), b.float() / self._scaling
+            read[name_a], read[name_b] = a.to(torch.float32, copy=True), b.float() / self._scaling
         return read
 
     @property
