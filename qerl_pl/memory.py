@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from qerl_pl.checkpoint import FUSED, PROJECTIONS
 
 GB = 1e9
@@ -285,35 +283,3 @@ def plan_memory(
         scratch=scratch,
         logits=logits,
     )
-
-
-def limit_memory(size: int) -> None:
-    """PyTorch's allocator raises an error rather than hold more than ``size`` bytes of the GPU, context included."""
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, max(size - CONTEXT, 0) / total))
-
-
-class MemoryLog:
-    """Peaks of a step on a GPU, as tensors that were alive at the same time; nothing elsewhere.
-
-    Made when the rollouts of the step are there; what PyTorch holds for reuse and the CUDA context are not counted.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
-        self.rollout = torch.cuda.max_memory_allocated() if self.on_gpu else 0
-
-    def update_begins(self, released: int) -> None:
-        """``released`` bytes still count as allocated, but are free."""
-        self.released = released
-        if self.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-
-    def peaks(self) -> dict[str, torch.Tensor]:
-        """In GB; the next step starts from nothing."""
-        if not self.on_gpu:
-            return {}
-        update = torch.cuda.max_memory_allocated() - self.released
-        torch.cuda.reset_peak_memory_stats()
-        peaks = {"rollout": self.rollout, "update": update, "peak": max(self.rollout, update)}
-        return {f"memory/{name}_gb": torch.tensor(size / GB) for name, size in peaks.items()}

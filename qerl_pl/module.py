@@ -1,11 +1,10 @@
 """The LightningModule: one training step of quantization-enhanced reinforcement learning (arXiv 2510.11696)."""
 
-import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning import LightningModule
@@ -14,13 +13,13 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 
 from qerl_pl.batching import micro_batches, minibatches
+from qerl_pl.build import Layers, build_policy
 from qerl_pl.callbacks import AdapterSync, AdaptiveQuantizationNoise
-from qerl_pl.checkpoint import prepare, resolve
-from qerl_pl.engine.base import CannotShareError, EngineSpec
+from qerl_pl.checkpoint import resolve
+from qerl_pl.gpu_memory import GPUMemory
 from qerl_pl.losses import Loss, clipped_surrogate, importance_weights, token_weights
-from qerl_pl.memory import GB, MemoryLog, Plan, limit_memory, plan_memory
 from qerl_pl.metrics import PassRate, StepLog
-from qerl_pl.policy import ALL, DTYPES, LoRA, Policy, copy_adapter
+from qerl_pl.policy import DTYPES, LoRA, Policy, copy_adapter
 from qerl_pl.seeds import derive_seed
 from qerl_pl.types import RolloutBatch
 from registry.noise import Exponential, NoiseSchedule, ScheduleName
@@ -76,7 +75,7 @@ class QeRLModule(LightningModule):
         warmup: float = 0.1,
         max_grad_norm: float = 0.2,
         tokens_per_micro_batch: int = 16384,
-        gradient_checkpointing: bool | int | Literal["auto"] = "auto",
+        gradient_checkpointing: Layers = "auto",
         shared_base: bool = True,
         memory_gb: float | None = None,
         proof_every: int = 10,
@@ -98,6 +97,7 @@ class QeRLModule(LightningModule):
         self.automatic_optimization = False  # Lightning would divide each micro-batch's loss by their number
         self.strict_loading = False  # checkpoints hold the adapter, never the base
         self.step_log = StepLog()
+        self.memory = GPUMemory(memory_gb)
         self.pass_rate = PassRate()
         self.policy: Policy | None = None
 
@@ -128,68 +128,20 @@ class QeRLModule(LightningModule):
         """Start the engine and build the policy, once, from the same stored bytes."""
         if self.policy is not None:
             return
-        on_gpu = self.trainer.strategy.root_device.type == "cuda"
-        dtype = self.dtype_name if self.dtype_name != "auto" else "bfloat16" if on_gpu else "float32"
-        folder = prepare(self.model, self.quantization)
-        plan = self._plan(folder) if on_gpu and self.data.engine.plannable else None
-        spec = EngineSpec(
-            folder,
+        self.policy = build_policy(
+            self.data,
+            self.model,
             self.quantization,
-            self.lora.rank,
-            self.lora.alpha,
-            tuple(self.lora.targets),
-            dtype,
-            device="cuda" if on_gpu else "cpu",
-            max_length=self.data.max_prompt_length + self.data.sampling.max_tokens,
-            kv_cache_bytes=None if plan is None else plan.kv_cache,
-        )
-        self.data.engine.start(spec)
-        shared = self._shared_weights() if on_gpu else None
-        layers = self.gradient_checkpointing
-        if layers == "auto":
-            layers = 0 if plan is None else plan.checkpointed_layers
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(self.seed, "adapter"))
-            self.policy = Policy(spec, shared, ALL if layers is True else int(layers))
-
-    def _plan(self, folder: Path) -> Plan:
-        """What goes where on the GPU; said aloud."""
-        free = torch.cuda.mem_get_info()[0]
-        if self.memory_gb is not None:
-            free = min(free, int(self.memory_gb * GB))
-            limit_memory(free)
-        engine, sampling = self.data.engine, self.data.sampling
-        optimizer = type(self.make_optimizer([torch.nn.Parameter(torch.zeros(1))])).__name__
-        plan = plan_memory(
-            json.loads((folder / "config.json").read_text()),
-            device_bytes=free,
-            bits_per_weight=self.quantization.bits_per_weight,
-            base_copies=1 if self.shared_base else 2,
-            rank=self.lora.rank,
-            targets=self.lora.targets,
-            optimizer_bytes=2 if "8bit" in optimizer else 8,
-            max_prompt_length=self.data.max_prompt_length,
-            max_completion_length=sampling.max_tokens,
-            num_generations=sampling.n,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
+            self.lora,
+            device=self.trainer.strategy.root_device,
+            dtype=self.dtype_name,
+            optimizer=self.make_optimizer,
+            gradient_checkpointing=self.gradient_checkpointing,
             tokens_per_micro_batch=self.tokens_per_micro_batch,
-            release_kv=engine.release_kv_cache,
+            shared_base=self.shared_base,
+            memory_gb=self.memory_gb,
+            seed=self.seed,
         )
-        self.data.collector.report("note", plan.table())
-        return plan
-
-    def _shared_weights(self) -> Mapping[str, Any] | None:
-        """The engine's weights, or None for a copy of our own; which of the two is said aloud."""
-        try:
-            if not self.shared_base:
-                raise CannotShareError("model.shared_base is false")
-            weights = self.data.engine.shared_weights()
-        except CannotShareError as reason:
-            self.data.collector.report("note", f"base: the trainer holds a packed copy of its own ({reason})")
-            return None
-        self.data.collector.report("note", "base: one copy, the trainer computes from the engine's weights")
-        return weights  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> Any:
         from transformers import get_scheduler
@@ -232,26 +184,20 @@ class QeRLModule(LightningModule):
         updates.
         """
         started = time.perf_counter()
-        memory = MemoryLog(self.device)
-        released = self.data.engine.release_cache()
-        if self.memory_gb is not None:
-            limit_memory(int(self.memory_gb * GB) + released)
-        memory.update_begins(released)
         rate = float(self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr, arg-type]
-        mask = self._loss_mask(batch)
-        old = None
-        if self.updates_per_rollout > 1:  # at the first and only update π_old is π
-            old = self.logprobs_without_grad(batch)
-        reference = self.logprobs_without_grad(batch, adapter=False) if self.loss.beta else None
-        for iteration in range(self.loss.num_iterations):
-            seed = derive_seed(self.seed, "minibatches", batch.step, iteration)
-            for rows in minibatches(len(batch), self.loss.num_minibatches, seed):
-                self._update(batch, rows, mask, old, reference)
+        with self.memory.update(self.device, self.data.engine.release_cache):
+            mask = self._loss_mask(batch)
+            old = None
+            if self.updates_per_rollout > 1:  # at the first and only update π_old is π
+                old = self.logprobs_without_grad(batch)
+            reference = self.logprobs_without_grad(batch, adapter=False) if self.loss.beta else None
+            for iteration in range(self.loss.num_iterations):
+                seed = derive_seed(self.seed, "minibatches", batch.step, iteration)
+                for rows in minibatches(len(batch), self.loss.num_minibatches, seed):
+                    self._update(batch, rows, mask, old, reference)
         self.data.completed(batch.step)
-        metrics = self.step_log.finish(batch, time.perf_counter() - started, rate) | memory.peaks()
+        metrics = self.step_log.finish(batch, time.perf_counter() - started, rate) | self.memory.peaks
         self.log_dict(metrics, batch_size=len(batch))
-        if self.memory_gb is not None:  # keys and values come back
-            limit_memory(int(self.memory_gb * GB))
 
     def _update(
         self, batch: RolloutBatch, rows: Tensor, mask: Tensor, old: Tensor | None, reference: Tensor | None

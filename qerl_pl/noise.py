@@ -50,12 +50,13 @@ class NormNoise:
         for name, clean in self.clean.items():
             generator = torch.Generator().manual_seed(derive_seed(self.seed, step, name))
             draws.append(torch.randn(clean.shape, generator=generator))
-        live, clean = list(self.live.values()), list(self.clean.values())
+        live: list[Tensor] = list(self.live.values())
+        base: list[Tensor] = list(self.clean.values())
         sizes = [z.numel() for z in draws]
         z = list(torch.cat([z.flatten() for z in draws]).to(live[0].device).split(sizes))
         # All norms in one call each: there are hundreds, and this is between every two steps.
-        torch._foreach_copy_(live, torch._foreach_add(clean, z, alpha=sigma))
-        norms = torch.stack(torch._foreach_norm(torch._foreach_sub(live, clean)))
+        torch._foreach_copy_(live, torch._foreach_add(base, z, alpha=sigma))
+        norms = torch.stack(torch._foreach_norm(torch._foreach_sub(live, base)))
         return Applied(len(live), sigma, float(norms.double().square().sum() / sum(sizes)) ** 0.5)
 
     @torch.no_grad()

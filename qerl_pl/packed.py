@@ -1,6 +1,8 @@
 """Frozen linear layers that keep their weight packed, with an optional low-rank adapter in the same operation."""
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -27,11 +29,25 @@ class Weight(Protocol):
         """The weight without its factor ``scale``; valid until the next call."""
 
 
+_thread = threading.local()  # backward runs in threads of its own
+
+
+@contextmanager
+def recomputation() -> Iterator[None]:
+    """While activations are computed again for backward: what only makes the output of a block is left out."""
+    _thread.recomputing = True
+    try:
+        yield
+    finally:
+        _thread.recomputing = False
+
+
 class _Matmul(torch.autograd.Function):
     """y = x Ŵᵀ + s · x Aᵀ Bᵀ (paper Eq. 2), where x may be silu(gate) · up.
 
     Ŵ is made dense in forward and again in backward, and so is the product silu(gate) · up: nothing dense is saved. A
-    and B stay FP32 and are rounded to the dtype of the arithmetic; their gradients are FP32.
+    and B stay FP32 and are rounded to the dtype of the arithmetic; their gradients are FP32. With ``up`` it is the last
+    layer of a block, whose output backward does not need.
     """
 
     @staticmethod
@@ -40,12 +56,15 @@ class _Matmul(torch.autograd.Function):
     ) -> Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        with torch.autocast(device, enabled=False):
-            rows = _input(x, up, dtype)
-            low = None if a is None or b is None else s * (rows @ a.to(dtype).T) @ b.to(dtype).T
-            y = _times(rows, layer.dense(dtype).T, layer.scale, low)
-            if layer.bias is not None:
-                y += layer.bias.to(dtype)
+        if up is not None and getattr(_thread, "recomputing", False):
+            y = x.new_empty(x.numel() // x.shape[-1], layer.out_features, dtype=dtype)  # nobody reads it
+        else:
+            with torch.autocast(device, enabled=False):
+                rows = _input(x, up, dtype)
+                adapter = None if a is None or b is None else s * (rows @ a.to(dtype).T) @ b.to(dtype).T
+                y = _times(rows, layer.dense(dtype).T, layer.scale, adapter)
+                if layer.bias is not None:
+                    y += layer.bias.to(dtype)
         ctx.layer, ctx.s, ctx.dtype, ctx.x_dtype, ctx.shape = layer, s, dtype, x.dtype, x.shape
         ctx.save_for_backward(*((x, up) if a is not None or up is not None else (None, None)), a, b)
         return y.view(*x.shape[:-1], -1)

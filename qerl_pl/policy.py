@@ -15,6 +15,7 @@ from qerl_pl.engine.base import EngineSpec
 from qerl_pl.layers import Packing, use_packed_layers
 from qerl_pl.logprobs import token_logprobs
 from qerl_pl.model import build_model, rms_norms
+from qerl_pl.packed import recomputation
 
 ALL = 1 << 30  # layers
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -63,6 +64,7 @@ class Policy(nn.Module):
         base: Any = build_model(spec.folder, spec.quantization, DTYPES[spec.dtype], spec.device, shared=shared)
         use_packed_layers(base)
         self.peft: Any = attach_adapter(base, spec)
+        self._adapter = adapter_parameters(self.peft)
         self.checkpointed_layers, self.chunk = checkpointed_layers, chunk
 
     def forward(
@@ -92,7 +94,10 @@ class Policy(nn.Module):
         arguments = {"position_embeddings": decoder.rotary_emb(x, packing.positions().unsqueeze(0)), "packing": packing}
         for number, layer in enumerate(decoder.layers):
             if number < self.checkpointed_layers and torch.is_grad_enabled():
-                x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False, **arguments)
+                x = checkpoint(
+                    layer, x, use_reentrant=False, preserve_rng_state=False,
+                    context_fn=lambda: (nullcontext(), recomputation()), **arguments,
+                )  # fmt: skip
             else:
                 x = layer(x, **arguments)
         hidden: Tensor = decoder.norm(x)[0]
@@ -104,7 +109,7 @@ class Policy(nn.Module):
 
     def adapter_parameters(self) -> dict[str, nn.Parameter]:
         """The LoRA matrices under the names of a saved adapter; they are the live parameters."""
-        return adapter_parameters(self.peft)
+        return dict(self._adapter)
 
     def norms(self) -> dict[str, Tensor]:
         """The live norm weights, by module name of the base."""

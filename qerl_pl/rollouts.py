@@ -1,5 +1,6 @@
 """prompts -> engine -> rewards -> advantages -> RolloutBatch."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,12 @@ Report = Callable[[str, str], None]
 """Told of the phase a run is in (rollout, reward, update, ...) and of how it goes."""
 
 
+def say_notes(phase: str, text: str) -> None:
+    """Without a progress bar: only what a user should know."""
+    if phase == "note":
+        print(text, file=sys.stderr, flush=True)
+
+
 @dataclass
 class Collector:
     """Samples and scores completions of given prompts."""
@@ -27,7 +34,7 @@ class Collector:
     rewards: Sequence[Reward]
     answer_format: AnswerFormat
     scale_rewards: str = "group"
-    report: Report = lambda phase, text: None
+    report: Report = say_notes
 
     def rollout(
         self, prompts: Sequence[Prompt], sampling: Sampling, seeds: Sequence[int], step: int = 0

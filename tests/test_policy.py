@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qerl_pl.engine.base import EngineSpec
+from qerl_pl.packed import PackedLinear
 from qerl_pl.policy import LoRA, Policy, copy_adapter
 from registry.quantization import BF16, NVFP4
 from tests.reference import ALPHA, RANK, TARGETS, Reference, llama, qwen2, random_adapter, write_checkpoint
@@ -70,6 +71,23 @@ def test_gradient_checkpointing_changes_nothing(case):
     other.peft.get_base_model().model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(2))
     other(TOKENS, LENGTHS, MASK)[0].sum().backward()
     assert calls.count(2) == 1
+
+
+def test_a_block_is_not_computed_to_its_end_again(case, monkeypatch):
+    _, _, folder, format_ = case
+    policy, counts = Policy(EngineSpec(folder, format_, RANK, ALPHA, TARGETS), checkpointed_layers=2), {}
+    for name, module in policy.peft.get_base_model().named_modules():
+        if isinstance(module, PackedLinear):
+            kind = name.removesuffix(".base_layer").rpartition(".")[2]
+
+            def dense(dtype, module=module, kind=kind):
+                counts[kind] = counts.get(kind, 0) + 1
+                return PackedLinear.dense(module, dtype)
+
+            monkeypatch.setattr(module, "dense", dense)
+    policy(TOKENS, LENGTHS, MASK)[0].sum().backward()
+    # Two layers: forward, again, backward; the first layer's q, k and v have no gradient to hand on.
+    assert counts == {"q_proj": 5, "k_proj": 5, "v_proj": 5, "o_proj": 6, "gate_proj": 6, "up_proj": 6, "down_proj": 4}
 
 
 def test_without_adapter_it_is_the_base(case):

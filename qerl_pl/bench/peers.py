@@ -114,8 +114,9 @@ def _dense(weights: Weights, name: str, spec: EngineSpec) -> nn.Module:
 
 def _nf4(weights: Weights, name: str, spec: EngineSpec) -> nn.Module:
     """bitsandbytes' NF4 with plain absmax, not quantized once more; its kernels compute in BF16 on a GPU."""
-    import bitsandbytes as bnb
+    import bitsandbytes
 
+    bnb: Any = bitsandbytes  # its modules do not say what they export
     weight, dtype = weights[f"{name}.weight"], DTYPES[spec.dtype]
     layer = bnb.nn.Linear4bit(
         weight.shape[1],

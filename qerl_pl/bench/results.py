@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from qerl_pl import memory
+from qerl_pl import gpu_memory
 from qerl_pl.bench.machine import describe
+from qerl_pl.memory import GB
 
 IDENTITY = (
     "bench", "model", "format", "variant", "rank", "batch", "phase", "checkpointing", "tokens", "prompts",
@@ -158,7 +159,7 @@ def limit_memory(memory_gb: float | None) -> None:
         return
     if not torch.cuda.is_available():
         raise ValueError(f"--memory_gb {memory_gb} bounds the memory of a GPU, and there is none; leave it out")
-    memory.limit_memory(int(memory_gb * memory.GB))
+    gpu_memory.limit_memory(int(memory_gb * GB))
 
 
 def peak() -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl_pl.engine import vllm_compat
+from qerl_pl.engine import vllm_compat, vllm_shared
 from qerl_pl.engine.base import ENGINES, CannotShareError, Engine, EngineSpec, Progress
 from qerl_pl.engine.vllm_random import load_format, random_weights
 from qerl_pl.types import Completion, Sampling
@@ -76,7 +76,7 @@ class VLLMEngine(Engine):
             vllm_compat.unchanged_process(self._cuda),
             vllm_compat.uncompiled(self._cuda),
         ):
-            releasable = vllm_compat.releasable_cache() if self._cuda and self.release_kv_cache else nullcontext()
+            releasable = vllm_shared.releasable_cache() if self._cuda and self.release_kv_cache else nullcontext()
             patched = vllm_compat.patched_layers(spec.quantization, dtype, self._cuda)
             with releasable, patched, random_weights(spec.folder):
                 llm = vllm_compat.build(self._settings(spec) | load_format(spec.folder))
@@ -126,7 +126,7 @@ class VLLMEngine(Engine):
         llm = self._running()
         self._check_call(prompts, sampling, seeds)
         if self._released:
-            vllm_compat.restore_cache(llm)
+            vllm_shared.restore_cache(llm)
             self._released = False
         engine, outputs, tokens = llm.llm_engine, {}, 0
         rows = [[f"{i}:{j}" for j in range(sampling.n)] for i in range(len(prompts))]
@@ -191,20 +191,24 @@ class VLLMEngine(Engine):
         vllm_compat.check_adapter(self._llm)
         names = {name: _peft_names(name) for name in self._slots}
         self._check_adapter(tensors, {name for pair in names.values() for name in pair})
-        sources: list[Tensor] = []
-        buffers: list[Tensor] = []
-        for module, (a, b) in self._slots.items():
-            for name, buffer in zip(names[module], (a, b), strict=True):
+        sources: dict[str, list[Tensor]] = {"A": [], "B": []}
+        buffers: dict[str, list[Tensor]] = {"A": [], "B": []}
+        for module, pair in self._slots.items():
+            for kind, name, buffer in zip("AB", names[module], pair, strict=True):
                 tensor = tensors[name].detach()
                 if tensor.shape != buffer.shape:
                     raise ValueError(
                         f"{name} is {list(tensor.shape)}, the engine has {list(buffer.shape)} (rank "
                         f"{self._spec.rank}); start the engine with the policy's rank and base model"
                     )
-                sources.append(tensor if buffer is a else tensor.float() * self._scaling)  # rounded once, by the copy
-                buffers.append(buffer)
-        with torch.no_grad():
-            torch._foreach_copy_(buffers, sources)
+                sources[kind].append(tensor)
+                buffers[kind].append(buffer)
+        with torch.no_grad():  # few calls for hundreds of matrices
+            torch._foreach_copy_(buffers["A"], sources["A"])
+            scaled = sources["B"]
+            if self._scaling != 1:  # in FP32, and rounded once, by the copy
+                scaled = list(torch._foreach_mul([t.float() for t in scaled], self._scaling))
+            torch._foreach_copy_(buffers["B"], scaled)
 
     def _check_adapter(self, tensors: Mapping[str, Tensor], expected: set[str]) -> None:
         missing, unexpected = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
@@ -218,11 +222,15 @@ class VLLMEngine(Engine):
     def adapter(self) -> dict[str, Tensor]:
         self._running()
         vllm_compat.check_adapter(self._llm)
-        read = {}
-        for module, (a, b) in self._slots.items():
-            name_a, name_b = _peft_names(module)
-            read[name_a], read[name_b] = a.to(torch.float32, copy=True), b.float() / self._scaling
-        return read
+        held_a, held_b = ([pair[i] for pair in self._slots.values()] for i in (0, 1))
+        a, b = ([torch.empty(t.shape, device=t.device) for t in held] for held in (held_a, held_b))
+        torch._foreach_copy_(a, held_a)
+        torch._foreach_copy_(b, held_b)
+        if self._scaling != 1:
+            torch._foreach_div_(b, self._scaling)
+        names = [_peft_names(module) for module in self._slots]
+        pairs = zip(names, zip(a, b, strict=True), strict=True)
+        return {name: tensor for both, matrices in pairs for name, tensor in zip(both, matrices, strict=True)}
 
     @property
     def _scaling(self) -> float:
@@ -244,7 +252,8 @@ class VLLMEngine(Engine):
         llm = self._running()
         if not self._cuda:
             raise CannotShareError("vLLM's CPU build repacks its weights")
-        return dict(vllm_compat.linear_weights(llm)) | vllm_compat.embedding_weights(llm)
+        linear: dict[str, Any] = dict(vllm_shared.linear_weights(llm))
+        return linear | vllm_shared.embedding_weights(llm)
 
     def release_cache(self) -> int:
         """See the interface. Cached prefixes are lost."""
@@ -252,9 +261,9 @@ class VLLMEngine(Engine):
             return 0
         if not self._released:
             self.refresh()
-            vllm_compat.release_cache()
+            vllm_shared.release_cache()
             self._released = True
-        return vllm_compat.cache_bytes(self._llm)
+        return vllm_shared.cache_bytes(self._llm)
 
     def _versions(self) -> int:
         """Grows with every write in place to norm or adapter."""
@@ -274,7 +283,7 @@ class VLLMEngine(Engine):
         if self._llm is None:
             return
         if self._released:  # memory that is not mapped cannot be freed
-            vllm_compat.restore_cache(self._llm)
+            vllm_shared.restore_cache(self._llm)
             self._released = False
         vllm_compat.shut_down(self._llm)
         self._llm = None

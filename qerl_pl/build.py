@@ -1,0 +1,107 @@
+"""Puts engine and policy onto the device, from the same stored bytes."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from qerl_pl.checkpoint import prepare
+from qerl_pl.engine.base import CannotShareError, EngineSpec
+from qerl_pl.gpu_memory import limit_memory
+from qerl_pl.memory import GB, Plan, plan_memory
+from qerl_pl.policy import ALL, LoRA, Policy
+from qerl_pl.seeds import derive_seed
+from registry.quantization import QuantFormat
+
+Layers = bool | int | Literal["auto"]
+
+
+def build_policy(
+    data: Any,
+    model: str,
+    quantization: QuantFormat,
+    lora: LoRA,
+    *,
+    device: torch.device,
+    dtype: str,
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+    gradient_checkpointing: Layers,
+    tokens_per_micro_batch: int,
+    shared_base: bool,
+    memory_gb: float | None,
+    seed: int,
+) -> Policy:
+    """Start the engine of the data module and build the policy beside it; what goes where on a GPU is said aloud."""
+    on_gpu = device.type == "cuda"
+    folder = prepare(model, quantization)
+    plan = None
+    if on_gpu and data.engine.plannable:
+        optimizer_bytes = 2 if "8bit" in type(optimizer([torch.nn.Parameter(torch.zeros(1))])).__name__ else 8
+        plan = _plan(data, folder, quantization, lora, optimizer_bytes, tokens_per_micro_batch, shared_base, memory_gb)
+        data.collector.report("note", plan.table())
+    spec = EngineSpec(
+        folder,
+        quantization,
+        lora.rank,
+        lora.alpha,
+        tuple(lora.targets),
+        dtype if dtype != "auto" else "bfloat16" if on_gpu else "float32",
+        device="cuda" if on_gpu else "cpu",
+        max_length=data.max_prompt_length + data.sampling.max_tokens,
+        kv_cache_bytes=None if plan is None else plan.kv_cache,
+    )
+    data.engine.start(spec)
+    shared = _shared_weights(data, shared_base) if on_gpu else None
+    layers = gradient_checkpointing
+    if layers == "auto":
+        layers = 0 if plan is None else plan.checkpointed_layers
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "adapter"))
+        return Policy(spec, shared, ALL if layers is True else int(layers))
+
+
+def _plan(
+    data: Any,
+    folder: Path,
+    quantization: QuantFormat,
+    lora: LoRA,
+    optimizer_bytes: int,
+    tokens_per_micro_batch: int,
+    shared_base: bool,
+    memory_gb: float | None,
+) -> Plan:
+    free = torch.cuda.mem_get_info()[0]
+    if memory_gb is not None:
+        free = min(free, int(memory_gb * GB))
+        limit_memory(free)
+    return plan_memory(
+        json.loads((folder / "config.json").read_text()),
+        device_bytes=free,
+        bits_per_weight=quantization.bits_per_weight,
+        base_copies=1 if shared_base else 2,
+        rank=lora.rank,
+        targets=lora.targets,
+        optimizer_bytes=optimizer_bytes,
+        max_prompt_length=data.max_prompt_length,
+        max_completion_length=data.sampling.max_tokens,
+        num_generations=data.sampling.n,
+        max_num_seqs=data.engine.max_num_seqs,
+        max_num_batched_tokens=data.engine.max_num_batched_tokens,
+        tokens_per_micro_batch=tokens_per_micro_batch,
+        release_kv=data.engine.release_kv_cache,
+    )
+
+
+def _shared_weights(data: Any, wanted: bool) -> Mapping[str, Any] | None:
+    """The engine's weights, or None for a copy of our own."""
+    try:
+        if not wanted:
+            raise CannotShareError("model.shared_base is false")
+        weights: Mapping[str, Any] = data.engine.shared_weights()
+    except CannotShareError as reason:
+        data.collector.report("note", f"base: the trainer holds a packed copy of its own ({reason})")
+        return None
+    data.collector.report("note", "base: one copy, the trainer computes from the engine's weights")
+    return weights

@@ -1,0 +1,124 @@
+"""What trainer and vLLM share on one GPU: the base's weights, and the memory of keys and values between rollouts."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from qerl_pl.checkpoint import PROJECTIONS
+from qerl_pl.engine import vllm_compat
+from qerl_pl.engine.base import CannotShareError
+from qerl_pl.marlin import MarlinWeight
+from qerl_pl.packed import DenseWeight, Weight
+
+CACHE_TAG = "kv_cache"  # vLLM's name of the pool
+
+
+def linear_weights(llm: Any) -> Iterator[tuple[str, Weight]]:
+    """The weight of every projection by Hugging Face's name; those that vLLM computes as one are parts of a tensor."""
+    parts: dict[str, list[str]] = vllm_compat.lora_manager(llm).packed_modules_mapping
+    modules: Iterable[tuple[str, Any]] = vllm_compat.model(llm).named_modules()
+    for name, module in modules:
+        layer = getattr(module, "base_layer", module)  # below vLLM's LoRA
+        sizes = getattr(layer, "output_partition_sizes", None) or [getattr(layer, "output_size_per_partition", 0)]
+        parent, _, leaf = name.removesuffix(".base_layer").rpartition(".")
+        if not hasattr(layer, "quant_method") or leaf not in {*parts, *PROJECTIONS} or layer is not module:
+            continue
+        first = 0
+        for part, size in zip(parts.get(leaf, [leaf]), sizes, strict=True):
+            yield f"{parent}.{part}", _weight(f"{parent}.{part}", layer, first, size)
+            first += size
+
+
+def _weight(name: str, layer: Any, first: int, size: int) -> Weight:
+    outputs, inputs = sum(layer.output_partition_sizes), layer.input_size_per_partition
+    weight, scales = layer.weight, getattr(layer, "weight_scale", None)
+    if scales is None and weight.dtype.is_floating_point and weight.shape == (outputs, inputs):
+        return DenseWeight(weight.detach()[first : first + size])
+    marlin = weight.dtype == torch.int32 and weight.shape == (inputs // 16, 2 * outputs)
+    if scales is None or not marlin or scales.shape != (inputs // 16, outputs):
+        raise CannotShareError(
+            f"vLLM holds {name} as {weight.dtype} {list(weight.shape)}, not in Marlin's NVFP4 layout"
+        )
+    scale = MarlinWeight.global_scale(float(layer.weight_global_scale))
+    return MarlinWeight(weight.detach(), scales.detach(), scale, first, size)
+
+
+def embedding_weights(llm: Any) -> dict[str, Tensor]:
+    """Embeddings and head [vocabulary, H] by Hugging Face's name, without vLLM's padding."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    kind: Any = VocabParallelEmbedding
+    return {
+        name.removesuffix(".base_layer"): module.weight.detach()[: module.org_vocab_size]
+        for name, module in vllm_compat.model(llm).named_modules()
+        if isinstance(module, kind)
+    }
+
+
+@contextmanager
+def releasable_cache() -> Iterator[None]:
+    """While the engine is built: allocate keys and values, and nothing else, so that their memory can be released.
+
+    0.26 would put attention's own buffers into the same pool, whose loss ends in illegal memory accesses.
+    """
+    from vllm.v1.worker import gpu_model_runner, gpu_worker
+    from vllm.v1.worker.gpu import attn_utils
+
+    pool = _allocator().use_memory_pool
+    places: list[tuple[Any, str]] = [  # of both model runners, in the older releases
+        (attn_utils, "_allocate_kv_cache"),
+        (gpu_model_runner.GPUModelRunner, "_allocate_kv_cache_tensors"),
+    ]
+
+    def pooled(allocate: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with pool(tag=CACHE_TAG):
+                return allocate(*args, **kwargs)
+
+        return wrapped
+
+    def context(worker: Any, tag: str) -> Any:
+        return pool(tag=tag) if tag == CACHE_TAG else nullcontext()
+
+    with ExitStack() as stack:
+        old = [(place, name) for place, name in places if hasattr(place, name)]
+        for place, name in old:
+            stack.enter_context(patch.object(place, name, pooled(getattr(place, name))))
+        if not old:
+            stack.enter_context(patch.object(gpu_worker.Worker, "_maybe_get_memory_pool_context", context))
+        yield
+    if not _allocator().get_current_usage():
+        raise RuntimeError(
+            "vLLM allocated its KV cache where it cannot be released; set engine.release_kv_cache: false"
+        )
+
+
+def _allocator() -> Any:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    return CuMemAllocator.get_instance()
+
+
+def release_cache() -> None:
+    """Unmap the memory of keys and values; their addresses, which CUDA graphs know, stay reserved."""
+    torch.cuda.synchronize()
+    _allocator().sleep(offload_tags=())
+
+
+def restore_cache(llm: Any) -> None:
+    """Map fresh memory, as zeros: attention multiplies what lies behind a sequence by 0, and 0 · NaN is NaN."""
+    _allocator().wake_up([CACHE_TAG])
+    for tensor in _caches(llm):
+        tensor.zero_()
+
+
+def cache_bytes(llm: Any) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _caches(llm)}.values())
+
+
+def _caches(llm: Any) -> list[Tensor]:
+    return list(llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches)

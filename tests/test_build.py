@@ -1,0 +1,136 @@
+"""Engine and policy put onto a device; with stand-ins for what only a GPU has. Twin: gpu/test_engine.py."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from qerl_pl import build, gpu_memory
+from qerl_pl.checkpoint import Weights
+from qerl_pl.engine import VLLMEngine
+from qerl_pl.engine.base import CannotShareError
+from qerl_pl.memory import CONTEXT
+from qerl_pl.packed import DenseWeight, SharedLinear
+from qerl_pl.policy import LoRA
+from qerl_pl.types import Sampling
+from registry.quantization import BF16, NVFP4, QuantFormat
+from tests.reference import qwen2, write_checkpoint
+
+CPU = torch.device("cpu")
+
+
+class Engine:
+    """Takes what it is started with; shares BF16 weights if it is told to."""
+
+    plannable, max_num_seqs, max_num_batched_tokens, release_kv_cache = True, 8, 64, True
+
+    def __init__(self, shares: bool) -> None:
+        self.shares = shares
+
+    def start(self, spec: Any) -> None:
+        self.spec = spec
+
+    def shared_weights(self) -> dict[str, Any]:
+        if not self.shares:
+            raise CannotShareError("it is made of glass")
+        weights = Weights(self.spec.folder)
+        names = [n.removesuffix(".weight") for n in weights if n.endswith("_proj.weight")]
+        self.tensors = {n: weights[f"{n}.weight"] for n in names}
+        return {n: DenseWeight(t) for n, t in self.tensors.items()}
+
+
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: QuantFormat, shares: bool, **settings: Any) -> Any:
+    """As on a GPU of 1 GB, with the arithmetic on the CPU."""
+    write_checkpoint(tmp_path / "model", qwen2(), format_)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 2 * 10**9))
+    monkeypatch.setattr(build, "EngineSpec", lambda *a, device, **k: SPEC(*a, device="cpu", **k))
+    notes: list[str] = []
+    data = SimpleNamespace(
+        engine=Engine(shares), max_prompt_length=32, sampling=Sampling(4, 64),
+        collector=SimpleNamespace(report=lambda phase, text: notes.append(text)),
+    )  # fmt: skip
+    defaults: dict[str, Any] = {
+        "device": torch.device("cuda"), "dtype": "float32", "optimizer": torch.optim.AdamW,
+        "gradient_checkpointing": "auto", "tokens_per_micro_batch": 128, "shared_base": True, "memory_gb": None,
+        "seed": 0,
+    }  # fmt: skip
+    policy = build.build_policy(data, str(tmp_path / "model"), format_, LoRA(rank=8), **(defaults | settings))
+    return policy, data.engine, notes
+
+
+SPEC = build.EngineSpec
+
+
+def test_the_trainer_computes_from_the_engines_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, engine, notes = start(tmp_path, monkeypatch, BF16(), shares=True)
+    layer = policy.peft.get_base_model().model.layers[1].mlp.up_proj.base_layer
+    assert isinstance(layer, SharedLinear)
+    assert layer.shared.tensor.data_ptr() == engine.tensors["model.layers.1.mlp.up_proj"].data_ptr()
+    assert notes[0].startswith("memory plan, GB of 1.0")
+    assert notes[1:] == ["base: one copy, the trainer computes from the engine's weights"]
+    # 8 sequences in groups of 4: two prompts of two blocks, and five blocks (15 left of a prompt, 64 new) for each
+    assert engine.spec.kv_cache_bytes == (2 * 2 + 8 * 5) * 16 * (2 * 2 * 2 * 32 * 2)
+    assert policy.checkpointed_layers == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"), [({}, "it is made of glass"), ({"shared_base": False}, "model.shared_base is false")]
+)
+def test_a_copy_of_its_own_is_said_aloud(
+    settings: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, _, notes = start(tmp_path, monkeypatch, NVFP4(), shares="shared_base" in settings, **settings)
+    assert notes[1] == f"base: the trainer holds a packed copy of its own ({reason})"
+    assert not isinstance(policy.peft.get_base_model().model.layers[0].mlp.up_proj.base_layer, SharedLinear)
+
+
+def test_layers_to_recompute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, layers in ((True, build.ALL), (False, 0), (1, 1)):
+        folder = tmp_path / str(given)
+        folder.mkdir()
+        assert start(folder, monkeypatch, BF16(), True, gradient_checkpointing=given)[0].checkpointed_layers == layers
+
+
+def test_a_limit_holds_for_the_plan_and_the_allocator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2 * 10**9))
+    notes = start(tmp_path, monkeypatch, BF16(), True, memory_gb=0.95)[2]
+    assert notes[0].startswith("memory plan, GB of 0.9")
+    assert shares == [(950_000_000 - CONTEXT) / 2e9]
+    (tmp_path / "less").mkdir()
+    with pytest.raises(ValueError, match="memory: the update, with all layers but the last recomputed, needs 0.90 GB"):
+        start(tmp_path / "less", monkeypatch, BF16(), True, memory_gb=0.9)
+
+
+def test_peaks_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 GB of cache count as allocated in the update, and are free."""
+    peaks, limits = [9 * 10**9, 11 * 10**9], []
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peaks.pop(0))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(gpu_memory, "limit_memory", limits.append)
+    memory = gpu_memory.GPUMemory(10.0)
+    with memory.update(torch.device("cuda"), lambda: 4 * 10**9):
+        assert limits == [14 * 10**9]
+    assert limits == [14 * 10**9, 10 * 10**9]
+    assert {k: float(v) for k, v in memory.peaks.items()} == {
+        "memory/rollout_gb": 9.0, "memory/update_gb": 7.0, "memory/peak_gb": 9.0
+    }  # fmt: skip
+
+
+def test_on_a_cpu_nothing_is_measured() -> None:
+    memory, calls = gpu_memory.GPUMemory(), []
+    with memory.update(CPU, lambda: calls.append(1) or 0):
+        pass
+    assert calls == [1] and memory.peaks == {}
+
+
+def test_an_engine_on_the_cpu_shares_nothing_and_releases_nothing() -> None:
+    engine = VLLMEngine()
+    engine._cuda, engine._llm = False, object()
+    with pytest.raises(CannotShareError, match="vLLM's CPU build repacks its weights"):
+        engine.shared_weights()
+    assert engine.release_cache() == 0
