@@ -102,7 +102,7 @@ def test_a_limit_holds_for_the_plan_and_the_allocator(tmp_path: Path, monkeypatc
     assert notes[0].startswith("memory plan, GB of 0.9")
     assert shares == [(950_000_000 - CONTEXT) / 2e9]
     (tmp_path / "less").mkdir()
-    with pytest.raises(ValueError, match="memory: the update, with all layers but the last recomputed, needs 0.90 GB"):
+    with pytest.raises(ValueError, match=r"the update, with all layers but the last recomputed, needs 0\.90 GB"):
         start(tmp_path / "less", monkeypatch, BF16(), True, memory_gb=0.9)
 
 
