@@ -58,18 +58,21 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 
 @fused
 def token_statistics(
-    logits: Tensor, targets: Tensor, slope: torch.dtype | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log p(target) [N] and entropy [N] in nats of logits [N, V]; with a dtype for ``slope`` also the derivative of the
-    first with respect to the logits, 1[target] − p [N, V].
+    logits: Tensor, targets: Tensor, slope: torch.dtype | None = None, entropy_slope: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """log p(target) [N] and entropy H [N] in nats of logits [N, V]; with a dtype for ``slope`` also the derivatives
+    with respect to the logits [N, V]: of the first, 1[target] − p, and with ``entropy_slope`` of the second,
+    −p (log p + H).
 
     Entries of −∞ (masked parts of a vocabulary) have probability 0.
     """
     logprobs = logits - logits.logsumexp(-1, keepdim=True)
     p = logprobs.exp()
-    entropy = -(p * logprobs.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
+    finite = logprobs.clamp(min=torch.finfo(torch.float32).min)
+    entropy = -(p * finite).sum(-1)
     chosen = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     if slope is None:
-        return chosen, entropy, None
+        return chosen, entropy, None, None
     hit = torch.arange(logits.shape[-1], device=logits.device) == targets.unsqueeze(-1)
-    return chosen, entropy, (hit.float() - p).to(slope)
+    of_entropy = (-p * (finite + entropy.unsqueeze(-1))).to(slope) if entropy_slope else None
+    return chosen, entropy, (hit.float() - p).to(slope), of_entropy

@@ -49,6 +49,7 @@ class StepLog(nn.Module):
         entropy: Tensor,  # [B, T]
         metrics: dict[str, Tensor],  # of the loss
         mask: Tensor,  # [B, T]
+        ratio: Tensor,  # [B, T]: importance_ratio
         cap: float | None,  # of the importance weights
     ) -> None:
         """Token means of one micro-batch."""
@@ -60,10 +61,10 @@ class StepLog(nn.Module):
             "entropy": entropy[mask].mean(),
             "sampling/logp_difference/mean": difference.abs().mean(),
             "sampling/kl": k3(before, part.sampler_logprobs, mask)[mask].mean(),
-            "sampling/importance_ratio": difference.exp().mean(),
+            "sampling/importance_ratio": ratio[mask].mean(),
         }
         if cap is not None:
-            metrics["sampling/capped_fraction"] = (difference.exp() > cap).float().mean()
+            metrics["sampling/capped_fraction"] = (ratio[mask] > cap).float().mean()
         for name, value in metrics.items():
             self.averages.add(name, value, count)
         self.peak_difference = max(self.peak_difference, float(difference.abs().max()))

@@ -68,11 +68,18 @@ class Policy(nn.Module):
         self.checkpointed_layers, self.chunk = checkpointed_layers, chunk
 
     def forward(
-        self, tokens: Tensor, lengths: Tensor, completion_mask: Tensor, temperature: float = 1.0, adapter: bool = True
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        completion_mask: Tensor,
+        temperature: float = 1.0,
+        adapter: bool = True,
+        entropy_grad: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """tokens [B, T], lengths [B], completion_mask [B, T] -> log-probabilities and entropy [B, T], 0 off the mask.
 
-        Entry (b, t) belongs to token (b, t), predicted from those before it. ``adapter=False`` gives those of the base.
+        Entry (b, t) belongs to token (b, t), predicted from those before it. ``adapter=False`` gives those of the base;
+        with ``entropy_grad`` the entropy carries a gradient too.
         """
         real = torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(1)  # [B, T]
         row = tokens[real]  # all sequences one behind the other
@@ -81,7 +88,7 @@ class Policy(nn.Module):
         chosen = completion_mask[real].nonzero().squeeze(-1)
         head = self.peft.get_base_model().lm_head
         logprobs, entropy = token_logprobs(
-            hidden[chosen - 1], head.weight, row[chosen], temperature, head.bias, self.chunk
+            hidden[chosen - 1], head.weight, row[chosen], temperature, head.bias, self.chunk, entropy_grad
         )
         out = torch.zeros(2, *tokens.shape, device=tokens.device)
         full = out.masked_scatter(completion_mask.expand(2, *tokens.shape), torch.stack([logprobs, entropy]))

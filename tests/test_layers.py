@@ -78,7 +78,7 @@ def test_swiglu_gradient_is_autograds() -> None:
 
 def test_token_statistics_with_a_masked_vocabulary() -> None:
     logits: Tensor = torch.tensor([[1.0, 3.0, -torch.inf], [0.0, 0.0, 0.0]])
-    chosen, entropy, slope = fused.token_statistics(logits, torch.tensor([1, 2]), torch.float32)
+    chosen, entropy, slope, _ = fused.token_statistics(logits, torch.tensor([1, 2]), torch.float32)
     p = torch.tensor([1.0, 3.0]).softmax(0)
     torch.testing.assert_close(chosen, torch.stack([p[1].log(), torch.tensor(3.0).log().neg()]))
     torch.testing.assert_close(entropy, torch.stack([-(p * p.log()).sum(), torch.tensor(3.0).log()]))

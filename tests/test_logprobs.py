@@ -29,6 +29,21 @@ def test_values_and_gradients(temperature, chunk):
     assert not entropy.requires_grad
 
 
+@pytest.mark.parametrize("chunk", [8, 1000])
+def test_gradient_of_the_entropy(chunk):
+    hidden, head, targets, bias = inputs()
+    bias[45:] = -torch.inf  # masked; the reference does without them
+    targets %= 45
+    x, y = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    logprobs, entropy = token_logprobs(x, head, targets, 0.7, bias, chunk, entropy_grad=True)
+    dense = ((y @ head[:45].double().T + bias[:45].double()) / 0.7).log_softmax(-1)
+    exact = torch.special.entr(dense.exp()).sum(-1)
+    weights = torch.linspace(-1, 1, 37), torch.linspace(2, 0, 37)
+    (ours,) = torch.autograd.grad((logprobs * weights[0] + entropy * weights[1]).sum(), x)
+    (theirs,) = torch.autograd.grad((dense[torch.arange(37), targets] * weights[0] + exact * weights[1]).sum(), y)
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_uniform_distribution_by_hand():
     logprobs, entropy = token_logprobs(torch.zeros(3, 4), torch.randn(8, 4), torch.tensor([0, 3, 7]))
     assert logprobs.tolist() == pytest.approx([-2.0794415] * 3)  # −ln 8

@@ -53,7 +53,10 @@ def test_step_log():
     batch.rewards, batch.seconds = torch.tensor([1.0, 0.0]), {"rollout": 2.0, "reward": 0.5}
     log = StepLog()
     before = batch.sampler_logprobs + 0.5 * batch.completion_mask
-    log.add(batch, before, torch.ones_like(before), {"policy/ratio": torch.tensor(1.0)}, batch.completion_mask, 1.2)
+    ratio = (0.5 * batch.completion_mask).exp()
+    log.add(
+        batch, before, torch.ones_like(before), {"policy/ratio": torch.tensor(1.0)}, batch.completion_mask, ratio, 1.2
+    )
     metrics = {k: v.item() for k, v in log.finish(batch, 4.0, 1e-3).items()}
     assert metrics["sampling/logp_difference/mean"] == pytest.approx(0.5)
     assert metrics["sampling/logp_difference/max"] == pytest.approx(0.5)
