@@ -3,17 +3,20 @@
 import torch
 from torch import Tensor
 
+SCALES, BASELINES = ("group", "batch", "none"), ("mean", "leave_one_out")
 
-def group_advantages(rewards: Tensor, groups: Tensor, scale: str = "group") -> Tensor:
-    """A_i = (r_i − mean) / std over the completions of one prompt: rewards [B], groups [B] -> [B].
 
-    ``scale``: divide by the ``group``'s standard deviation (unbiased), by that of the whole ``batch``, or by nothing
-    (``none``). Groups whose rewards are all equal get 0. A NaN reward (every verifier abstained) is left out of mean
-    and std and
-    gets 0.
+def group_advantages(rewards: Tensor, groups: Tensor, scale: str = "group", baseline: str = "mean") -> Tensor:
+    """A_i = (r_i − b_i) / std over the completions of one prompt: rewards [B], groups [B] -> [B].
+
+    ``baseline`` b_i: the ``mean`` of the group, or that of the others in it (``leave_one_out``, RLOO). ``scale``:
+    divide by the ``group``'s standard deviation (unbiased), by that of the whole ``batch``, or by nothing (``none``).
+    Groups whose rewards are all equal get 0. A NaN reward (every verifier abstained) is left out of baseline and std
+    and gets 0.
     """
-    if scale not in ("group", "batch", "none"):
-        raise ValueError(f"scale_rewards: {scale!r} is not one of group, batch, none")
+    for name, value, choices in (("scale_rewards", scale, SCALES), ("baseline", baseline, BASELINES)):
+        if value not in choices:
+            raise ValueError(f"{name}: {value!r} is not one of {', '.join(choices)}")
     known = ~rewards.isnan()
     advantages = torch.zeros_like(rewards)
     for group in groups.unique().tolist():
@@ -22,6 +25,8 @@ def group_advantages(rewards: Tensor, groups: Tensor, scale: str = "group") -> T
         if len(values) < 2 or values.min() == values.max():
             continue
         centred = values - values.mean()
+        if baseline == "leave_one_out":  # the mean of the others is further away, by n / (n − 1)
+            centred = centred * len(values) / (len(values) - 1)
         advantages[rows] = centred / values.std() if scale == "group" else centred
     if scale == "batch" and int(known.sum()) > 1 and (spread := rewards[known].std()) > 0:
         advantages = advantages / spread

@@ -45,7 +45,7 @@ def build_policy(
         folder,
         quantization,
         lora.rank,
-        lora.alpha,
+        lora.effective_alpha,
         tuple(lora.targets),
         dtype if dtype != "auto" else "bfloat16" if on_gpu else "float32",
         device="cuda" if on_gpu else "cpu",

@@ -31,6 +31,12 @@ class RolloutDataModule(LightningDataModule):
         top_p: of training rollouts; below 1 the trainer's probabilities are not those sampled from.
         scale_rewards: divide advantages by the standard deviation of the ``group``, of the ``batch``, or not
             (``none``).
+        baseline: what a reward is compared with: the ``mean`` of its group, or of the others in it (``leave_one_out``,
+            RLOO).
+        truncated_in_baseline: whether completions that hit the length limit count in baseline and deviation; if not,
+            their advantage is 0.
+        max_sampling_rounds: above 1 groups whose rewards are all equal are replaced, in at most so many rounds of
+            sampling (DAPO's dynamic sampling).
         eval_samples: completions of a prompt in validation and test.
         eval_temperature: of validation and test.
         eval_top_p: of validation and test.
@@ -53,6 +59,9 @@ class RolloutDataModule(LightningDataModule):
         temperature: float = 1.0,
         top_p: float = 1.0,
         scale_rewards: str = "group",
+        baseline: str = "mean",
+        truncated_in_baseline: bool = True,
+        max_sampling_rounds: int = 1,
         eval_samples: int = 1,
         eval_temperature: float = 0.6,
         eval_top_p: float = 0.95,
@@ -77,13 +86,14 @@ class RolloutDataModule(LightningDataModule):
             raise ValueError("rewards: the list is empty; name at least one, for example [gsm8k]")
         self.sources = {"train": train, "validation": validation, "test": test}
         self.engine = engine
-        self.collector = Collector(engine, rewards, answer_format, scale_rewards)
+        self.collector = Collector(engine, rewards, answer_format, scale_rewards, baseline, truncated_in_baseline)
+        self.max_sampling_rounds = max_sampling_rounds
         self.batch, self.eval_batch, self.seed = prompts_per_batch, eval_batch, seed
         self.max_prompt_length = max_prompt_length
         self.sampling = Sampling(num_generations, max_completion_length, temperature, top_p)
         self.eval_sampling = Sampling(eval_samples, max_completion_length, eval_temperature, eval_top_p)
         self._train: TrainingRollouts | None = None
-        self._done = 0
+        self._done = self._cursor = 0
 
     @property
     def correctness(self) -> str:
@@ -122,9 +132,10 @@ class RolloutDataModule(LightningDataModule):
             raise ValueError(f"prompts_per_batch: {self.batch} is not divisible by the {world} ranks")
         if self._train is None:
             self._train = TrainingRollouts(
-                self.collector, self.prompts("train"), self.batch, self.sampling, self.seed, rank, world
-            )
-            self._train.step = self._done
+                self.collector, self.prompts("train"), self.batch, self.sampling, self.seed, rank, world,
+                self.max_sampling_rounds,
+            )  # fmt: skip
+            self._train.step, self._train.cursor = self._done, self._cursor
         return self._train
 
     def val_dataloader(self) -> EvaluationRollouts | list[Any]:
@@ -144,14 +155,16 @@ class RolloutDataModule(LightningDataModule):
     def completed(self, step: int) -> None:
         """The update with rollout batch ``step`` is done; a run that resumes goes on with the next."""
         self._done = step + 1
+        if self._train is not None:
+            self._cursor = self._train.cursor
 
     def state_dict(self) -> dict[str, int]:
-        return {"rollouts": self._done}
+        return {"rollouts": self._done, "prompts": self._cursor}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self._done = state_dict["rollouts"]
+        self._done, self._cursor = state_dict["rollouts"], state_dict["prompts"]
         if self._train is not None:
-            self._train.step = self._done
+            self._train.step, self._train.cursor = self._done, self._cursor
 
     def teardown(self, stage: str) -> None:
         """The engine stays up: validate, fit and test in one process share it."""

@@ -154,13 +154,24 @@ class QeRLModule(LightningModule):
         from transformers import get_scheduler
 
         assert self.policy is not None
-        optimizer = self.make_optimizer(list(self.policy.adapter_parameters().values()))
+        optimizer = self.make_optimizer(self._parameter_groups())
         updates = self.total_rollouts * self.updates_per_rollout
         name = "constant_with_warmup" if self.lr_schedule == "constant" else self.lr_schedule
         scheduler = get_scheduler(
             name, optimizer, num_warmup_steps=math.ceil(self.warmup * updates), num_training_steps=updates
         )
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def _parameter_groups(self) -> list[Any]:
+        assert self.policy is not None
+        adapter = self.policy.adapter_parameters()
+        if self.lora.b_rate_ratio == 1:
+            return list(adapter.values())
+        groups: list[dict[str, Any]] = [
+            {"params": [p for name, p in adapter.items() if f".lora_{kind}." in name]} for kind in "AB"
+        ]
+        groups[1]["lr"] = self.make_optimizer(groups[1]["params"]).defaults["lr"] * self.lora.b_rate_ratio
+        return groups
 
     @property
     def updates_per_rollout(self) -> int:

@@ -1,5 +1,6 @@
 """The policy: a frozen packed base under LoRA matrices."""
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,11 +30,17 @@ class LoRA:
         rank: columns of A.
         alpha: scale of the product; the paper's scripts use alpha = rank.
         targets: names of the linear layers that get an adapter.
+        rank_stabilized: scale by alpha / √rank (rsLoRA).
+        b_rate_ratio: learning rate of B over that of A (LoRA+).
+        dora: refused, with the reason.
     """
 
     rank: int = 32
     alpha: float = 32.0
     targets: tuple[str, ...] = PROJECTIONS
+    rank_stabilized: bool = False
+    b_rate_ratio: float = 1.0
+    dora: bool = False
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.targets) - set(PROJECTIONS))
@@ -41,6 +48,18 @@ class LoRA:
             raise ValueError(f"lora.targets: {', '.join(unknown) or 'empty'}; choose from {', '.join(PROJECTIONS)}")
         if self.rank < 1 or self.alpha <= 0:
             raise ValueError(f"lora: rank {self.rank} must be at least 1 and alpha {self.alpha} above 0")
+        if self.b_rate_ratio <= 0:
+            raise ValueError(f"lora.b_rate_ratio: {self.b_rate_ratio} must be above 0; 1 is the same rate for A and B")
+        if self.dora:
+            raise ValueError(
+                "lora.dora: vLLM serves no DoRA adapter (its magnitudes change with every update and would have to be "
+                "merged into the 4-bit weights); use lora without it, or rank_stabilized"
+            )
+
+    @property
+    def effective_alpha(self) -> float:
+        """What divided by the rank is the scale of the product; adapters are saved with it."""
+        return self.alpha * math.sqrt(self.rank) if self.rank_stabilized else self.alpha
 
 
 class Policy(nn.Module):

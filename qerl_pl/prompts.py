@@ -1,9 +1,11 @@
 """Rows of a prompt source, rendered for an engine and dealt out in a fixed order."""
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qerl_pl.seeds import derive_seed
 from qerl_pl.types import Prompt
@@ -50,13 +52,15 @@ class Prompts(Sequence[Prompt]):
         return iter(self._prompts)
 
 
-def batch_indices(step: int, size: int, batch: int, seed: int) -> list[int]:
-    """Which of ``size`` prompts make up batch number ``step``: every epoch is a new permutation, of which a last part
-    batch is left out.
+def stream_index(position: int, size: int, seed: int) -> int:
+    """Which of ``size`` prompts stands at ``position`` of an endless stream of permutations.
 
-    It depends on nothing but its arguments, so a run resumes by its step alone.
+    It depends on nothing but its arguments, so a run resumes by its position alone.
     """
-    per_epoch = size // batch
-    epoch, position = divmod(step, per_epoch)
-    order = torch.randperm(size, generator=torch.Generator().manual_seed(derive_seed(seed, "order", epoch)))
-    return order[position * batch : (position + 1) * batch].tolist()
+    epoch, offset = divmod(position, size)
+    return int(_order(size, derive_seed(seed, "order", epoch))[offset])
+
+
+@lru_cache(maxsize=2)  # a batch may reach into the next epoch
+def _order(size: int, seed: int) -> Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))

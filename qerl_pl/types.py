@@ -57,6 +57,7 @@ class RolloutBatch:
     step: int = 0  # index of this rollout in the run
     temperature: float = 1.0  # that it was sampled with
     seconds: dict[str, float] = field(default_factory=dict)  # phase -> wall time
+    notes: dict[str, float] = field(default_factory=dict)  # further numbers to log, by name
 
     def to(self, device: Any) -> "RolloutBatch":
         """The same batch with its tensors on ``device``; Lightning calls this."""
@@ -92,14 +93,18 @@ class RolloutBatch:
         lengths = self.completion_mask.sum(-1).float()
         known = self.rewards[~self.rewards.isnan()]
         parts = {f"rewards/{k}/mean": float(v.nanmean()) for k, v in self.reward_parts.items()}
-        return parts | {
-            "reward": float(known.mean()) if len(known) else float("nan"),
-            "reward_std": float(known.std()) if len(known) > 1 else 0.0,
-            "frac_reward_zero_std": zero_std_fraction(self.rewards, self.groups),
-            "completions/mean_length": float(lengths.mean()),
-            "completions/max_length": float(lengths.max()),
-            "completions/clipped_ratio": 1 - float(self.finished.float().mean()),
-        }
+        return (
+            self.notes
+            | parts
+            | {
+                "reward": float(known.mean()) if len(known) else float("nan"),
+                "reward_std": float(known.std()) if len(known) > 1 else 0.0,
+                "frac_reward_zero_std": zero_std_fraction(self.rewards, self.groups),
+                "completions/mean_length": float(lengths.mean()),
+                "completions/max_length": float(lengths.max()),
+                "completions/clipped_ratio": 1 - float(self.finished.float().mean()),
+            }
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -54,3 +54,11 @@ def test_fraction_of_groups_without_spread():
 def test_unknown_scale():
     with pytest.raises(ValueError, match="scale_rewards: 'groups' is not one of group, batch, none"):
         group_advantages(torch.zeros(2), torch.zeros(2), "groups")
+
+
+def test_leave_one_out_by_hand():
+    rewards, groups = torch.tensor([1.0, 0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1, 1])
+    # 1 − 0, 0 − 1/2, 0 − 1/2; 3 − 5, 5 − 3
+    assert group_advantages(rewards, groups, "none", "leave_one_out").tolist() == pytest.approx([1, -0.5, -0.5, -2, 2])
+    with pytest.raises(ValueError, match="baseline: 'median' is not one of mean, leave_one_out"):
+        group_advantages(rewards, groups, "none", "median")

@@ -75,7 +75,7 @@ def test_checkpoint_holds_no_base(finished):
     path = next(folder.rglob("last.ckpt"))
     state = torch.load(path, weights_only=False)
     assert all("lora_" in name for name in state["state_dict"])
-    assert state["RolloutDataModule"] == {"rollouts": 6}  # the end of the run, though checkpoints are made every 50
+    assert state["RolloutDataModule"] == {"rollouts": 6, "prompts": 24}  # the end of the run, though checkpoints are made every 50
     assert path.stat().st_size < 4 * 4 * sum(
         t.numel() for t in state["state_dict"].values()
     )  # weights, two moments, little else
@@ -117,10 +117,15 @@ def test_completions_table(finished):
     assert len(rows(folder, "completions-validation.jsonl")) == 2 * 16 * 2
 
 
-@pytest.mark.parametrize(("stop", "epoch"), [(3, 64), (4, 16)], ids=["middle of an epoch", "end of an epoch"])
-def test_resuming_goes_on_exactly(tmp_path, stop, epoch):
+@pytest.mark.parametrize(
+    ("stop", "epoch", "rounds"),
+    [(3, 64, 1), (4, 16, 1), (3, 64, 3)],
+    ids=["middle of an epoch", "end of an epoch", "dynamic sampling"],
+)
+def test_resuming_goes_on_exactly(tmp_path, stop, epoch, rounds):
     arguments = ("--trainer.max_steps", "6", "--trainer.val_check_interval", "100", "--data.train.size", str(epoch),
-                 "--model.loss.num_iterations", "1", "--model.noise.num_stages", "2")  # fmt: skip
+                 "--model.loss.num_iterations", "1", "--model.noise.num_stages", "2",
+                 "--data.max_sampling_rounds", str(rounds))  # fmt: skip
     whole = adapter(run(tmp_path / "whole", *arguments))
     interrupted = QeRLCLI(
         args=["--config", str(CONFIG), *SMALL, "--trainer.logger.save_dir", str(tmp_path / "parts"), *arguments],

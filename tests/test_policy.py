@@ -149,3 +149,25 @@ def test_lora_settings():
         LoRA(targets=("qkv_proj",))
     with pytest.raises(ValueError, match="rank 0 must be at least 1"):
         LoRA(rank=0)
+
+
+def test_rank_stabilized_scale_and_what_is_refused():
+    assert LoRA(rank=16, alpha=8).effective_alpha == 8
+    assert LoRA(rank=16, alpha=8, rank_stabilized=True).effective_alpha / 16 == pytest.approx(8 / 4)
+    with pytest.raises(ValueError, match=r"lora\.dora: vLLM serves no DoRA adapter"):
+        LoRA(dora=True)
+    with pytest.raises(ValueError, match=r"lora\.b_rate_ratio: 0 must be above 0"):
+        LoRA(b_rate_ratio=0)
+
+
+def test_a_rate_of_its_own_for_b(case):
+    from qerl_pl.module import QeRLModule, adamw
+
+    policy, *_ = case
+    module = QeRLModule(lora=LoRA(b_rate_ratio=16.0), optimizer=lambda groups: adamw(groups, lr=1e-3))
+    module.policy = policy
+    optimizer = module.make_optimizer(module._parameter_groups())
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert len(rates) == len(policy.adapter_parameters())
+    for name, parameter in policy.adapter_parameters().items():
+        assert rates[id(parameter)] == pytest.approx(16e-3 if ".lora_B." in name else 1e-3)
