@@ -1,7 +1,7 @@
 """Puts engine and policy onto the device, from the same stored bytes."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ def build_policy(
     tokens_per_micro_batch: int,
     shared_base: bool,
     memory_gb: float | None,
+    trained_norms: Sequence[str],
     seed: int,
 ) -> Policy:
     """Start the engine of the data module and build the policy beside it; what goes where on a GPU is said aloud."""
@@ -59,7 +60,7 @@ def build_policy(
         layers = 0 if plan is None else plan.checkpointed_layers
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "adapter"))
-        return Policy(spec, shared, ALL if layers is True else int(layers))
+        return Policy(spec, shared, ALL if layers is True else int(layers), trained_norms=trained_norms)
 
 
 def _plan(

@@ -54,6 +54,8 @@ class QeRLModule(LightningModule):
         noise: schedule of the noise on the sampler's norm weights.
         noise_norms: which norms carry it, by the last part of their names.
         noise_in_trainer: compute the trainer's log-probabilities under the same noise.
+        trained_norms: norms whose weights are trained beside the adapter, by the last part of their names (the paper's
+            Algorithm 1 trains input_layernorm and post_attention_layernorm).
         optimizer: made over the adapter alone.
         lr_schedule: of the learning rate over all optimizer steps: constant, linear or cosine, after the warm-up.
         warmup: share of the optimizer steps in which the rate rises from 0.
@@ -77,6 +79,7 @@ class QeRLModule(LightningModule):
         noise: NoiseSchedule | ScheduleName = Exponential(),
         noise_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
         noise_in_trainer: bool = False,
+        trained_norms: tuple[str, ...] = (),
         optimizer: OptimizerCallable = adamw,
         lr_schedule: str = "cosine",
         warmup: float = 0.1,
@@ -96,6 +99,11 @@ class QeRLModule(LightningModule):
             raise ValueError(f"lr_schedule: {lr_schedule!r} is not one of constant, linear, cosine")
         self.model, self.quantization, self.lora, self.loss = model, quantization, lora, loss
         self.noise, self.noise_norms, self.noise_in_trainer = noise, noise_norms, noise_in_trainer
+        if trained_norms and noise_in_trainer:
+            raise ValueError(
+                "noise_in_trainer with trained_norms: updates would go to weights that hold noise; use one of the two"
+            )
+        self.trained_norms = trained_norms
         self.make_optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self.lr_schedule, self.warmup = lr_schedule, warmup
         self.tokens_per_micro_batch, self.gradient_checkpointing = tokens_per_micro_batch, gradient_checkpointing
@@ -147,6 +155,7 @@ class QeRLModule(LightningModule):
             tokens_per_micro_batch=self.tokens_per_micro_batch,
             shared_base=self.shared_base,
             memory_gb=self.memory_gb,
+            trained_norms=self.trained_norms,
             seed=self.seed,
         )
 
@@ -164,13 +173,13 @@ class QeRLModule(LightningModule):
 
     def _parameter_groups(self) -> list[Any]:
         assert self.policy is not None
-        adapter = self.policy.adapter_parameters()
-        if self.lora.b_rate_ratio == 1:
-            return list(adapter.values())
-        groups: list[dict[str, Any]] = [
-            {"params": [p for name, p in adapter.items() if f".lora_{kind}." in name]} for kind in "AB"
-        ]
-        groups[1]["lr"] = self.make_optimizer(groups[1]["params"]).defaults["lr"] * self.lora.b_rate_ratio
+        adapter, norms = self.policy.adapter_parameters(), list(self.policy.norm_parameters().values())
+        groups: list[dict[str, Any]] = [{"params": list(adapter.values())}]
+        if self.lora.b_rate_ratio != 1:
+            groups = [{"params": [p for name, p in adapter.items() if f".lora_{kind}." in name]} for kind in "AB"]
+            groups[1]["lr"] = self.make_optimizer(groups[1]["params"]).defaults["lr"] * self.lora.b_rate_ratio
+        if norms:
+            groups.append({"params": norms, "weight_decay": 0.0})  # decay would pull them from 1 to 0
         return groups
 
     @property
@@ -230,7 +239,7 @@ class QeRLModule(LightningModule):
         """One optimizer step on the given completions."""
         optimizer, scheduler, settings = self.optimizers(), self.lr_schedulers(), self.loss
         assert self.policy is not None
-        parameters = list(self.policy.adapter_parameters().values())
+        parameters = list(self._trained().values())
         optimizer.zero_grad()  # type: ignore[union-attr]
         chosen = mask[rows]
         focus = None  # [B, T]: where the policy's gradient comes from
@@ -338,12 +347,15 @@ class QeRLModule(LightningModule):
     # -------------------------------------------------------------- checkpoints
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The adapter, under the names of a saved PEFT folder; nothing of the base."""
-        return {} if self.policy is None else {n: p.detach() for n, p in self.policy.adapter_parameters().items()}
+        """The adapter, under the names of a saved PEFT folder, and the trained norms; nothing of the base."""
+        return {} if self.policy is None else {name: p.detach() for name, p in self._trained().items()}
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        assert self.policy is not None
+        return self.policy.adapter_parameters() | self.policy.norm_parameters()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        assert self.policy is not None
-        copy_adapter(self.policy.adapter_parameters(), state_dict)
+        copy_adapter(self._trained(), state_dict)
 
     def save_adapter(self, folder: Path) -> None:
         """Write the adapter as a PEFT folder."""

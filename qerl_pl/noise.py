@@ -60,6 +60,13 @@ class NormNoise:
         return Applied(len(live), sigma, float(norms.double().square().sum() / sum(sizes)) ** 0.5)
 
     @torch.no_grad()
+    def rebase(self, clean: Mapping[str, Tensor]) -> None:
+        """From the next ``apply`` or ``restore`` on these are the clean weights of their norms."""
+        for name, weight in clean.items():
+            if name in self.clean:
+                self.clean[name].copy_(weight)
+
+    @torch.no_grad()
     def restore(self) -> None:
         """Put the clean weights back, bit for bit."""
         torch._foreach_copy_(list(self.live.values()), list(self.clean.values()))

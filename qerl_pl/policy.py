@@ -1,8 +1,8 @@
 """The policy: a frozen packed base under LoRA matrices."""
 
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,14 @@ class LoRA:
 
 
 class Policy(nn.Module):
-    """log π(token) of completions under base + adapter. Only the adapter is trainable; it is FP32.
+    """log π(token) of completions under base + adapter. Trainable are the adapter and, by name, norms; both are FP32.
 
     Args:
         spec: what to build.
         shared: weights that the engine holds already, by module name; the rest is read from the checkpoint.
         checkpointed_layers: so many decoder layers compute their activations again in backward.
         chunk: completion tokens whose logits exist at the same time.
+        trained_norms: last parts of the names of the RMSNorms that are trained too (paper, Algorithm 1).
     """
 
     def __init__(
@@ -78,12 +79,19 @@ class Policy(nn.Module):
         shared: Mapping[str, Any] | None = None,
         checkpointed_layers: int = 0,
         chunk: int = 1024,
+        trained_norms: Sequence[str] = (),
     ) -> None:
         super().__init__()
         base: Any = build_model(spec.folder, spec.quantization, DTYPES[spec.dtype], spec.device, shared=shared)
         use_packed_layers(base)
         self.peft: Any = attach_adapter(base, spec)
         self._adapter = adapter_parameters(self.peft)
+        self._norms = {n: m.weight for n, m in rms_norms(base).items() if n.rpartition(".")[2] in trained_norms}
+        if trained_norms and not self._norms:
+            raise ValueError(f"trained_norms: no norm of the model is named {', '.join(trained_norms)}")
+        self._original = {name: weight.detach().clone() for name, weight in self._norms.items()}
+        for weight in self._norms.values():
+            weight.requires_grad_()
         self.checkpointed_layers, self.chunk = checkpointed_layers, chunk
 
     def forward(
@@ -129,9 +137,24 @@ class Policy(nn.Module):
         hidden: Tensor = decoder.norm(x)[0]
         return hidden
 
-    def _base_only(self) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = self.peft.disable_adapter()
-        return context
+    @contextmanager
+    def _base_only(self) -> Iterator[None]:
+        trained = {name: weight.detach().clone() for name, weight in self._norms.items()}
+        self._set_norms(self._original)
+        try:
+            with self.peft.disable_adapter():
+                yield
+        finally:
+            self._set_norms(trained)
+
+    @torch.no_grad()
+    def _set_norms(self, values: Mapping[str, Tensor]) -> None:
+        for name, weight in self._norms.items():
+            weight.copy_(values[name])
+
+    def norm_parameters(self) -> dict[str, nn.Parameter]:
+        """The norm weights that are trained, by module name; they are the live parameters."""
+        return dict(self._norms)
 
     def adapter_parameters(self) -> dict[str, nn.Parameter]:
         """The LoRA matrices under the names of a saved adapter; they are the live parameters."""
@@ -142,10 +165,16 @@ class Policy(nn.Module):
         return {name: norm.weight for name, norm in rms_norms(self.peft.get_base_model()).items()}
 
     def save_adapter(self, folder: Path, base: str) -> None:
-        """Write a PEFT folder that PEFT and vLLM load unchanged; ``base`` is the model it names."""
+        """Write a PEFT folder that PEFT and vLLM load unchanged; ``base`` is the model it names. Trained norms, which
+        PEFT's format does not hold, are beside it in ``norms.safetensors`` under the base's names.
+        """
         self.peft.peft_config["default"].base_model_name_or_path = base
         # The embeddings are never trained; False also keeps PEFT from asking the hub about them.
         self.peft.save_pretrained(str(folder), save_embedding_layers=False)
+        if self._norms:
+            from safetensors.torch import save_file
+
+            save_file({f"{n}.weight": w.detach().cpu() for n, w in self._norms.items()}, folder / "norms.safetensors")
 
 
 def attach_adapter(base: Any, spec: EngineSpec) -> Any:

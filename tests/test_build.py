@@ -54,7 +54,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: QuantFormat,
     defaults: dict[str, Any] = {
         "device": torch.device("cuda"), "dtype": "float32", "optimizer": torch.optim.AdamW,
         "gradient_checkpointing": "auto", "tokens_per_micro_batch": 128, "shared_base": True, "memory_gb": None,
-        "seed": 0,
+        "trained_norms": (), "seed": 0,
     }  # fmt: skip
     policy = build.build_policy(data, str(tmp_path / "model"), format_, LoRA(rank=8), **(defaults | settings))
     return policy, data.engine, notes

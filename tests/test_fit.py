@@ -75,7 +75,10 @@ def test_checkpoint_holds_no_base(finished):
     path = next(folder.rglob("last.ckpt"))
     state = torch.load(path, weights_only=False)
     assert all("lora_" in name for name in state["state_dict"])
-    assert state["RolloutDataModule"] == {"rollouts": 6, "prompts": 24}  # the end of the run, though checkpoints are made every 50
+    assert state["RolloutDataModule"] == {
+        "rollouts": 6,
+        "prompts": 24,
+    }  # the end of the run, though checkpoints are made every 50
     assert path.stat().st_size < 4 * 4 * sum(
         t.numel() for t in state["state_dict"].values()
     )  # weights, two moments, little else

@@ -1,7 +1,7 @@
 """Adaptive quantization noise (paper §3.3)."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ class AdaptiveQuantizationNoise(Callback):
     """Puts noise on the sampler's norm weights for each rollout batch, and takes it back for every evaluation.
 
     With ``in_trainer`` the trainer's log-probabilities of a batch are computed under the noise it was sampled with.
-    ``noise/kl`` is the KL divergence per token that the noise causes: computed by the trainer on up to ``probe``
-    completions of the batch, as many as fit into a micro-batch.
+    ``noise/kl`` is the KL divergence per token that the noise causes, ``sampling/kl_kernels`` what is left of that
+    between sampler and trainer without it: computed by the trainer on up to ``probe`` completions of the batch, as many
+    as fit into a micro-batch.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class AdaptiveQuantizationNoise(Callback):
             "noise/sigma": self.applied.sigma,
             "noise/realised_sigma": self.applied.realised,
             "noise/modules": self.applied.modules,
-            "noise/kl": self._kl(pl_module, batch),
+            **self._kl(pl_module, batch),
         }
         pl_module.log_dict({k: float(v) for k, v in metrics.items()}, batch_size=len(batch))
         if self.in_trainer:
@@ -66,6 +67,11 @@ class AdaptiveQuantizationNoise(Callback):
         if stage == "fit" and hasattr(self, "sampler"):
             self._restore(trainer)
 
+    def rebase(self, clean: Mapping[str, Tensor]) -> None:
+        """Norm weights that were trained; noise goes on top of these from now on."""
+        self.sampler.rebase(clean)
+        self.trainer.rebase(clean)
+
     def lift(self, trainer: Trainer) -> None:
         """Clean weights in sampler and trainer, until the noise of the next rollout batch comes."""
         self.trainer.restore()
@@ -82,16 +88,21 @@ class AdaptiveQuantizationNoise(Callback):
         trainer.datamodule.engine.refresh()  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def _kl(self, pl_module: Any, batch: RolloutBatch) -> float:
-        if self.applied.sigma == 0:
-            return 0.0
+    def _kl(self, pl_module: Any, batch: RolloutBatch) -> dict[str, float]:
+        """KL divergences per token, taken apart: what the noise does, and what is left between sampler and trainer
+        under the same noise (kernels, rounding).
+        """
         part = batch.rows(torch.arange(self._rows(batch.lengths, pl_module.tokens_per_micro_batch)))
         arguments = (part.tokens, part.lengths, part.completion_mask, part.temperature)
         clean, _ = pl_module.policy(*arguments)
-        self.trainer.apply(self.applied.sigma, batch.step)
-        noisy, _ = pl_module.policy(*arguments)
-        self.trainer.restore()
-        return float(k3(clean, noisy, part.completion_mask)[part.completion_mask].mean())
+        noisy = clean
+        if self.applied.sigma:
+            self.trainer.apply(self.applied.sigma, batch.step)
+            noisy, _ = pl_module.policy(*arguments)
+            self.trainer.restore()
+        pairs = {"noise/kl": (clean, noisy), "sampling/kl_kernels": (noisy, part.sampler_logprobs)}
+        mask = part.completion_mask
+        return {name: float(k3(other, sampled, mask)[mask].mean()) for name, (other, sampled) in pairs.items()}
 
     def _rows(self, lengths: Tensor, budget: int) -> int:
         """How many of the first completions go through the trainer at once: within the budget of tokens, at least 1."""

@@ -37,13 +37,18 @@ class AdapterSync(Callback):
         self.differences: list[float] = []  # of the proofs so far
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        deliver(trainer, pl_module)
+        self._deliver(trainer, pl_module)
+
+    def _deliver(self, trainer: Trainer, pl_module: Any) -> float:
+        error = deliver(trainer, pl_module)
+        self.noise.rebase(pl_module.policy.norm_parameters())
+        return error
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: RolloutBatch, batch_idx: int
     ) -> None:
         started = time.perf_counter()
-        pl_module.log("sync/adapter_difference", deliver(trainer, pl_module), batch_size=len(batch))
+        pl_module.log("sync/adapter_difference", self._deliver(trainer, pl_module), batch_size=len(batch))
         pl_module.log("step_time/sync", time.perf_counter() - started, batch_size=len(batch))
         if batch.step % self.every == 0:
             self.noise.lift(trainer)  # it applies that of the next batch after this
@@ -72,6 +77,10 @@ def deliver(trainer: Trainer, pl_module: Any) -> float:
     engine = trainer.datamodule.engine  # type: ignore[attr-defined]
     tensors = {name: p.detach() for name, p in pl_module.policy.adapter_parameters().items()}
     engine.load_adapter(tensors)
+    if norms := pl_module.policy.norm_parameters():  # clean; noise comes on top later
+        live = engine.norms()
+        with torch.no_grad():
+            torch._foreach_copy_([live[name] for name in norms], [weight.detach() for weight in norms.values()])
     engine.refresh()
     return check_delivery(tensors, engine.adapter())
 

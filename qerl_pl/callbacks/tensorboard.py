@@ -16,7 +16,10 @@ LAYOUT = {
     },
     "3 Is the sampler in step with the trainer?": {
         "|Δ log p|, engine against trainer": ["Multiline", ["sampling/logp_difference/mean", "sync/logp_difference"]],
-        "KL per token: sampler, and noise alone": ["Multiline", ["sampling/kl", "noise/kl"]],
+        "KL per token: sampler; of it noise, and kernels": [
+            "Multiline",
+            ["sampling/kl", "noise/kl", "sampling/kl_kernels"],
+        ],
         "clipped tokens": ["Multiline", ["clip_ratio/.*"]],
     },
     "4 What does it cost?": {
