@@ -121,10 +121,11 @@ class Table(PromptSource):
         return kept
 
     def notes(self) -> list[str]:
-        left = len(self.kept)
-        return [f"{left:,} of {len(self.rows):,} rows of {self.origin} are {self.conditions()}"] * bool(
-            self.conditions()
-        )
+        conditions = self.conditions()
+        if not conditions:
+            return []
+        shown = str(conditions).replace("'", "")  # as in YAML
+        return [f"{len(self.kept):,} of {len(self.rows):,} rows of {self.origin} are {shown}"]
 
     def clean(self, prompt: Any) -> Any:
         """The prompt column as it should be read."""
