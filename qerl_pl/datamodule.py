@@ -127,7 +127,7 @@ class RolloutDataModule(LightningDataModule):
         """Drop training prompts for which a right answer would not be paid; what to say of them."""
         rewards, answer_format = self.collector.rewards, self.collector.answer_format
         bad = unverifiable(rewards, prompts)
-        sound = [i for i in range(len(prompts)) if i not in set(bad)]
+        sound = sorted({*range(len(prompts))}.difference(bad))
         if not sound:
             raise ValueError(
                 f"data.{split}: no reward can check any of the {len(prompts)} gold answers, such as "

@@ -21,7 +21,7 @@ def problem(row: dict[str, Any]) -> str:
 class Prompts(Sequence[Prompt]):
     """All rendered prompts of a source that are not longer than ``max_length`` tokens.
 
-    ``problems`` has what each row asks, those of dropped rows too; ``notes`` says what was dropped.
+    ``problems`` has what each of them asks; ``notes`` says what was dropped, and what else the user should know.
     """
 
     def __init__(self, source: PromptSource, chat: Chat, max_length: int) -> None:
@@ -30,11 +30,11 @@ class Prompts(Sequence[Prompt]):
         lengths, own = [], 0
         for row in source:
             prompt = chat(row)
-            self.problems.append(problem(row))
             lengths.append(len(prompt.token_ids))
             own += not isinstance(row["prompt"], str) and row["prompt"][0]["role"] == "system"
             if lengths[-1] <= max_length:
                 self._prompts.append(prompt)
+                self.problems.append(problem(row))
         if not self._prompts:
             raise ValueError(
                 f"all {len(lengths)} prompts are longer than max_prompt_length {max_length}; "
@@ -65,7 +65,9 @@ class Prompts(Sequence[Prompt]):
 
     def drop(self, indices: Collection[int]) -> None:
         """Leave out some prompts."""
-        self._prompts = [prompt for i, prompt in enumerate(self._prompts) if i not in set(indices)]
+        gone = set(indices)
+        kept = [i for i in range(len(self)) if i not in gone]
+        self._prompts, self.problems = [self._prompts[i] for i in kept], [self.problems[i] for i in kept]
 
     def __len__(self) -> int:
         return len(self._prompts)
