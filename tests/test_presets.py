@@ -59,6 +59,7 @@ LEVELLED = [
         ({}, "abcd"),
         ({"level": 3}, "b"),
         ({"level": "1"}, "a"),
+        ({"level": "3.0"}, "b"),
         ({"level": [3, 4, 5]}, "bc"),
         ({"level": {"min": 3}}, "bc"),
         ({"level": {"max": 4}}, "ab"),
@@ -88,7 +89,7 @@ def test_where_is_counted_and_comes_before_limit(write: Write) -> None:
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ({"levl": 3}, r"rows\.jsonl has no column 'levl', only problem, answer, level, .*; correct where"),
+        ({"lvl": 3}, r"rows\.jsonl has no column 'lvl', only problem, answer, level, .*; correct where"),
         ({"level": 4}, r"no row of .* is \{'level': 4\}; the first of 4 is \{'level': 1\}; correct where"),
         ({"level": []}, r"where: level: \[\] keeps no row"),
         ({"level": None}, r"where: level: None keeps no row"),

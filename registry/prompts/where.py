@@ -28,7 +28,7 @@ def checked(where: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _same(value: Any, wanted: Any) -> bool:
-    return bool(value == wanted or str(value) == str(wanted) or _number(value) == _number(wanted))
+    return bool(value == wanted or _number(value) == _number(wanted))
 
 
 def matches(value: Any, wanted: Any) -> bool:
