@@ -4,9 +4,10 @@ from typing import Any
 
 from lightning import LightningDataModule
 
+from qerl_pl.chat import Chat
 from qerl_pl.engine import Engine, EngineName, TransformersEngine
-from qerl_pl.prompts import Prompts
-from qerl_pl.rewards import check_answer_format, reward_keys
+from qerl_pl.prompts import Prompts, contamination, problem
+from qerl_pl.rewards import SAMPLE, check_answer_format, reward_keys, unverifiable
 from qerl_pl.rollouts import Collector, EvaluationRollouts, TrainingRollouts
 from qerl_pl.types import Sampling
 from registry.prompts import Arithmetic, PromptsName, PromptSource
@@ -23,6 +24,8 @@ class RolloutDataModule(LightningDataModule):
         engine: what samples.
         rewards: what scores; each has a ``weight`` in the sum.
         answer_format: what the prompt asks for and the one parser reads.
+        chat_template_args: what else the model's chat template takes, such as ``{enable_thinking: false}`` (Qwen3).
+        keep_unverifiable: train also on prompts whose gold answer no reward can check; they are counted aloud anyway.
         prompts_per_batch: prompts of a rollout batch, over all ranks.
         num_generations: G, completions of a prompt.
         max_prompt_length: longer prompts (in tokens) are dropped, and counted aloud.
@@ -52,6 +55,8 @@ class RolloutDataModule(LightningDataModule):
         engine: Engine | EngineName = TransformersEngine(),
         rewards: list[RewardName | Reward] = [GSM8K(), Format(weight=0.1)],  # noqa: B006 never changed
         answer_format: AnswerFormat | AnswerFormatName = ThinkAnswer(),
+        chat_template_args: dict[str, Any] | None = None,
+        keep_unverifiable: bool = False,
         prompts_per_batch: int = 32,
         num_generations: int = 8,
         max_prompt_length: int = 1024,
@@ -90,10 +95,12 @@ class RolloutDataModule(LightningDataModule):
         self.max_sampling_rounds = max_sampling_rounds
         self.batch, self.eval_batch, self.seed = prompts_per_batch, eval_batch, seed
         self.max_prompt_length = max_prompt_length
+        self.chat_template_args, self.keep_unverifiable = chat_template_args, keep_unverifiable
         self.sampling = Sampling(num_generations, max_completion_length, temperature, top_p)
         self.eval_sampling = Sampling(eval_samples, max_completion_length, eval_temperature, eval_top_p)
         self._train: TrainingRollouts | None = None
         self._done = self._cursor = 0
+        self._noted: set[str] = set()
 
     @property
     def correctness(self) -> str:
@@ -118,25 +125,66 @@ class RolloutDataModule(LightningDataModule):
             raise ValueError(
                 f"data.{split}: no prompts are configured; name a source, as in {{class_path: file, init_args: ...}}"
             )
-        prompts = Prompts(source, self.collector.answer_format, self.engine.tokenizer, self.max_prompt_length)
-        if prompts.dropped:
-            self.collector.report(
-                "note", f"{split}: {prompts.dropped} of {len(prompts) + prompts.dropped} prompts dropped as too long"
-            )
-        check_answer_format(self.collector.answer_format, self.collector.rewards, prompts[0])
+        chat = Chat(self.engine.tokenizer, self.collector.answer_format, self.chat_template_args)
+        prompts = Prompts(source, chat, self.max_prompt_length)
+        for note in (*prompts.notes, *self._without_verdict(split, prompts)):
+            if note not in self._noted:  # what holds for all splits, or for a set that is evaluated again
+                self._noted.add(note)
+                self.collector.report("note", f"{split}: {note}")
         return prompts
+
+    def _without_verdict(self, split: str, prompts: Prompts) -> list[str]:
+        """Drop training prompts for which a right answer would not be paid; what to say of them."""
+        rewards, answer_format = self.collector.rewards, self.collector.answer_format
+        bad = unverifiable(rewards, prompts)
+        sound = sorted({*range(len(prompts))}.difference(bad))
+        if not sound:
+            raise ValueError(
+                f"data.{split}: no reward can check any of the {len(prompts)} gold answers, such as "
+                f"{prompts[0].columns.get('answer')!r}; choose a reward that fits the data, or map its columns"
+            )
+        failing = check_answer_format(answer_format, rewards, [prompts[i] for i in sound])
+        fate = "counted as wrong" if split != "train" else "kept" if self.keep_unverifiable else "dropped"
+        notes = []
+        if bad:
+            examples = ", ".join(repr(prompts[i].columns.get("answer")) for i in bad[:3])
+            notes.append(
+                f"{len(bad):,} of {len(prompts):,} gold answers can never be earned, as no reward can check them: "
+                f"{fate}. {examples}"
+            )
+        if failing:
+            notes.append(
+                f"a perfect completion is not paid for {len(failing)} of the first {len(sound[:SAMPLE])} prompts: "
+                f"{fate}. {next(iter(failing.values()))}"
+            )
+        if fate == "dropped":
+            prompts.drop([*bad, *(sound[i] for i in failing)])
+        return notes
 
     def train_dataloader(self) -> TrainingRollouts:
         rank, world = self._ranks()
         if self.batch % world:
             raise ValueError(f"prompts_per_batch: {self.batch} is not divisible by the {world} ranks")
         if self._train is None:
+            prompts = self.prompts("train")
+            self._report_contamination(prompts)
             self._train = TrainingRollouts(
-                self.collector, self.prompts("train"), self.batch, self.sampling, self.seed, rank, world,
-                self.max_sampling_rounds,
-            )  # fmt: skip
+                self.collector, prompts, self.batch, self.sampling, self.seed, rank, world, self.max_sampling_rounds
+            )
             self._train.step, self._train.cursor = self._done, self._cursor
         return self._train
+
+    def _report_contamination(self, train: Prompts) -> None:
+        for split in ("validation", "test"):
+            source = self.sources[split]
+            if source is None:
+                continue
+            try:
+                note = contamination(train.problems, map(problem, source), split)
+            except Exception as error:  # of any library that reads data; training does not need the test set
+                note = f"data.{split} cannot be read: {error}"
+            if note:
+                self.collector.report("note", note)
 
     def val_dataloader(self) -> EvaluationRollouts | list[Any]:
         return self._evaluation("validation") if self.sources["validation"] is not None else []

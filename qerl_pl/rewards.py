@@ -10,6 +10,9 @@ from registry.rewards import AnswerFormat, Reward, checked_scores, gold_answer
 COMPUTED = ("prompts", "completions", "extracted", "well_formed", "completion_ids", "finished")
 """What rewards receive besides the columns of the data, which must not have these names."""
 
+SAMPLE = 32
+"""How many prompts the check at the start of a run tries; trying all would take minutes on a large set."""
+
 
 def reward_keys(rewards: Sequence[Reward]) -> list[str]:
     """The names of the rewards; those after the first of the same name are numbered: ``format``, ``format_2``."""
@@ -66,19 +69,66 @@ def score(
     return parts, totals
 
 
-def check_answer_format(answer_format: AnswerFormat, rewards: Sequence[Reward], prompt: Prompt) -> None:
-    """Raise ValueError if a perfect completion, as the answer format renders it, does not earn the full reward.
+def shortfalls(answer_format: AnswerFormat, rewards: Sequence[Reward], prompts: Sequence[Prompt]) -> list[str]:
+    """For each prompt, why a perfect completion, as the answer format renders it, does not earn the full reward, or "".
 
-    It would mean that the prompt asks for something that the rewards do not read, so that a whole run could earn 0.
+    Where the prompt has opened ``<think>`` (as templates of thinking models do), a completion goes on from there.
     """
-    gold = gold_answer(prompt.columns.get("answer", "42"))
-    text = answer_format.render("The reasoning.", gold)
-    parts, _ = score(rewards, answer_format, [prompt], [Completion([], [], text, True)])
-    for reward, (key, (value,)) in zip(rewards, parts.items(), strict=True):
-        if reward.maximum is not None and value != reward.maximum:
+    texts = []
+    for prompt in prompts:
+        text = answer_format.render("The reasoning.", gold_answer(prompt.columns.get("answer", "42")))
+        texts.append(text.removeprefix("<think>") if prompt.text.rstrip().endswith("<think>") else text)
+    parts, _ = score(rewards, answer_format, prompts, [Completion([], [], text, True) for text in texts])
+    reasons = [""] * len(prompts)
+    for reward, (key, values) in zip(rewards, parts.items(), strict=True):
+        for i, value in enumerate(values):
+            if reward.maximum is None or value == reward.maximum or reasons[i]:
+                continue
             got = "abstains on" if value is None else f"gives {value} instead of {reward.maximum} to"
-            raise ValueError(
-                f"prompt and rewards disagree: {key} {got} the perfect completion {text!r}, from which "
-                f"{type(answer_format).__name__} reads {answer_format.extract(text)!r}; the gold answer is "
-                f"{prompt.columns.get('answer')!r}. Choose an answer format and rewards that fit the data"
+            reasons[i] = (
+                f"{key} {got} the perfect completion {texts[i]!r}, from which {type(answer_format).__name__} reads "
+                f"{answer_format.extract(texts[i])!r}; the gold answer is {prompts[i].columns.get('answer')!r}"
             )
+    return reasons
+
+
+def check_answer_format(
+    answer_format: AnswerFormat, rewards: Sequence[Reward], prompts: Sequence[Prompt]
+) -> dict[int, str]:
+    """Which of the first ``SAMPLE`` prompts a perfect completion earns less than the full reward for, and why.
+
+    Raises:
+        ValueError: if these are more than half, or if the system prompt does not mention what the answer format looks
+            for. It would mean that the prompt asks for something that the rewards do not read, so that a whole run
+            could earn 0.
+    """
+    system = answer_format.system_prompt
+    missing = [marker for marker in answer_format.markers if system.strip() and marker not in system]
+    if missing:
+        raise ValueError(
+            f"answer_format: {type(answer_format).__name__} looks for {' and '.join(missing)}, which its system_prompt "
+            f"does not mention: {system!r}; ask for it there, choose another answer format, or leave system_prompt "
+            "empty if the data asks for it"
+        )
+    sample = prompts[:SAMPLE]
+    failing = {i: why for i, why in enumerate(shortfalls(answer_format, rewards, sample)) if why}
+    if len(failing) > len(sample) / 2:
+        many = f" ({len(failing)} of the first {len(sample)} prompts)" if len(sample) > 1 else ""
+        first = next(iter(failing.values()))
+        hint = ""
+        if all(prompts[i].text.rstrip().endswith("<think>") for i in failing):
+            hint = " The chat template opens <think> itself; where it can be told not to, set chat_template_args."
+        raise ValueError(
+            f"prompt and rewards disagree{many}: {first}. Choose an answer format and rewards that fit the data.{hint}"
+        )
+    return failing
+
+
+def unverifiable(rewards: Sequence[Reward], prompts: Sequence[Prompt]) -> list[int]:
+    """The prompts whose gold no reward of correctness can check, so that no completion can ever be right."""
+    checks = [reward for reward in rewards if reward.correctness]
+    if not checks or not prompts:
+        return []
+    columns = _columns(prompts)
+    found = [set(getattr(reward, "unverifiable", lambda **_: [])(**columns)) for reward in checks]
+    return sorted(set.intersection(*found))

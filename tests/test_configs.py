@@ -13,7 +13,7 @@ import yaml
 from qerl_pl.engine import ENGINES
 from qerl_pl.lightning_cli import QeRLCLI
 from registry.noise import Exponential
-from registry.prompts.dataset import Hub
+from registry.prompts import BigMath, GSM8KProblems
 from registry.quantization import NVFP4
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -76,8 +76,10 @@ def test_settings_of_the_paper(name: str, bitsandbytes: None) -> None:
     (group,) = optimizer.param_groups
     assert (group["lr"], tuple(group["betas"]), group["weight_decay"]) == (1e-5, (0.9, 0.99), 0.1)
     train = data.sources["train"]
-    assert isinstance(train, Hub)
-    assert train.name == ("openai/gsm8k" if name.startswith("grpo") else "open-r1/Big-Math-RL-Verified-Processed")
+    if name.startswith("grpo"):
+        assert isinstance(train, GSM8KProblems) and train.split == "train"
+    else:
+        assert isinstance(train, BigMath) and train.levels == ([4, 5] if size == "32B" else [3, 4, 5])
 
 
 def leaves(value: Any, path: str = "") -> dict[str, Any]:

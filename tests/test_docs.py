@@ -1,4 +1,4 @@
-"""The snippets of docs/extending.md, run as they stand there, one section at a time."""
+"""The snippets of docs/extending.md, run as they stand there, one section at a time; those of docs/data.md, read."""
 
 import re
 import shutil
@@ -62,3 +62,22 @@ def test_the_ternary_format_is_short_and_right(tmp_path, monkeypatch):
     assert format_.dequantize(stored, torch.float32)[0].tolist() == [scale, -scale, 0, 0, scale, scale, 0, -scale]
     assert {k: (tuple(t.shape), t.dtype) for k, t in stored.items()} == format_.layout(2, 8)
     assert format_.shape(stored) == (2, 8)
+
+
+@pytest.mark.parametrize("text", blocks((ROOT / "docs" / "data.md").read_text(), "yaml"))
+def test_the_configs_of_the_data_page(text, tmp_path):
+    from qerl_pl.lightning_cli import QeRLCLI
+
+    (tmp_path / "page.yaml").write_text(text)
+    configs = ["--config", str(ROOT / "configs" / "tiny.yaml"), "--config", str(tmp_path / "page.yaml")]
+    assert QeRLCLI(args=configs, run=False).datamodule.sources["train"] is not None
+
+
+def test_the_data_page_names_every_source():
+    from registry.prompts import PROMPTS, Preset
+
+    page = (ROOT / "docs" / "data.md").read_text()
+    for name in PROMPTS:
+        assert f"`{name}`" in page or f"class_path: {name}" in page
+        if issubclass(PROMPTS[name], Preset):
+            assert f"| `{name}` | `{PROMPTS[name].hub}`" in page

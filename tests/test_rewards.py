@@ -178,7 +178,7 @@ def test_score_mistakes() -> None:
 @pytest.mark.parametrize("answer_format", [ThinkAnswer(), Boxed()])
 def test_check_passes_for_every_row(answer_format: AnswerFormat) -> None:
     for row in ROWS:
-        check_answer_format(answer_format, [GSM8K(), Format(weight=0.1)], prompt(row["answer"]))
+        check_answer_format(answer_format, [GSM8K(), Format(weight=0.1)], [prompt(row["answer"])])
 
 
 class Hash(Boxed):
@@ -200,20 +200,20 @@ def test_check_finds_a_format_that_the_rewards_do_not_read() -> None:
     with pytest.raises(
         ValueError, match=r"prompt and rewards disagree: gsm8k gives 0\.0 instead of 1\.0 to .*Hash reads None"
     ):
-        check_answer_format(Hash(), [GSM8K()], prompt())
+        check_answer_format(Hash(), [GSM8K()], [prompt()])
     with pytest.raises(ValueError, match=r"format gives 0\.0 instead of 1\.0"):
-        check_answer_format(Hash(), [Format(weight=0.1)], prompt())
-    check_answer_format(Truncating(), [GSM8K()], prompt("#### 4"))
+        check_answer_format(Hash(), [Format(weight=0.1)], [prompt()])
+    check_answer_format(Truncating(), [GSM8K()], [prompt("#### 4")])
     with pytest.raises(ValueError, match=r"Truncating reads '4'; the gold answer is '#### 42'"):
-        check_answer_format(Truncating(), [GSM8K()], prompt("#### 42"))
+        check_answer_format(Truncating(), [GSM8K()], [prompt("#### 42")])
 
 
 def test_check_finds_a_gold_that_cannot_be_checked() -> None:
     with pytest.raises(ValueError, match=r"gsm8k abstains on the perfect completion .* the gold answer is 'blue'"):
-        check_answer_format(ThinkAnswer(), [GSM8K(), Format()], prompt("blue"))
+        check_answer_format(ThinkAnswer(), [GSM8K(), Format()], [prompt("blue")])
 
 
 def test_check_expects_nothing_of_rewards_with_unknown_maximum() -> None:
     check_answer_format(
-        ThinkAnswer(), [PythonReward(f"{__name__}.level_bonus"), Length(), Format()], Prompt([1], "Hi", {"level": 1})
+        ThinkAnswer(), [PythonReward(f"{__name__}.level_bonus"), Length(), Format()], [Prompt([1], "Hi", {"level": 1})]
     )

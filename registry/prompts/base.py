@@ -23,6 +23,10 @@ class PromptSource(ABC):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[i] for i in range(len(self)))
 
+    def notes(self) -> list[str]:
+        """What the user should know of these rows, such as how many a filter left out; told at the start of a run."""
+        return []
+
 
 PROMPTS: Registry[PromptSource] = Registry("prompt source", "qerl_pl.prompts")
 

@@ -5,9 +5,10 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from registry.prompts.base import PROMPTS, PromptSource
+from registry.prompts.where import checked, matches
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS = ("answer", "reward_model.ground_truth", "ground_truth")
@@ -40,13 +41,27 @@ class Table(PromptSource):
 
     Understood as they are: ``prompt`` + ``answer``, GSM8K (``question``, ``answer`` ending in ``#### 18``), MATH-like
     (``problem``, ``answer``), verl (``prompt``, ``reward_model.ground_truth``) and open-instruct (``messages``,
-    ``ground_truth``). ``columns`` maps our names to others: ``{prompt: query, answer: meta.result}``.
+    ``ground_truth``).
+
+    Args:
+        columns: Our names for others: ``{prompt: query, answer: meta.result}``.
+        limit: Only the first so many rows, of those that ``where`` keeps.
+        where: Only rows with these values: ``{level: [3, 4, 5], subject: Algebra, solve_rate: {min: 0.1, max: 0.9}}``
+            (one of a list, this one, a range with its ends). A column may be a list: one entry has to match.
+
+    Raises:
+        ValueError: if limit or a condition makes no sense; on reading, if there is no such column or no row is left.
     """
 
-    def __init__(self, columns: dict[str, str] | None = None, limit: int | None = None) -> None:
+    answer_columns: ClassVar[tuple[str, ...]] = ANSWER_COLUMNS
+    """Where the answer is looked for, unless ``columns`` names it."""
+
+    def __init__(
+        self, columns: dict[str, str] | None = None, limit: int | None = None, where: dict[str, Any] | None = None
+    ) -> None:
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be at least 1, got {limit}; leave it out to read all rows")
-        self.columns, self.limit = columns, limit
+        self.columns, self.limit, self.where = columns, limit, checked(where)
 
     @property
     @abstractmethod
@@ -68,7 +83,7 @@ class Table(PromptSource):
     def mapping(self) -> dict[str, str]:
         """Our names -> theirs, judged by the first row."""
         first, mapping = self.rows[0], dict(self.columns or {})
-        for ours, candidates in (("prompt", PROMPT_COLUMNS), ("answer", ANSWER_COLUMNS)):
+        for ours, candidates in (("prompt", PROMPT_COLUMNS), ("answer", self.answer_columns)):
             if ours not in mapping:
                 mapping[ours] = next((c for c in candidates if _get(first, c) is not None), "")
         for ours, theirs in mapping.items():
@@ -79,15 +94,53 @@ class Table(PromptSource):
                 )
         return mapping
 
+    def conditions(self) -> dict[str, Any]:
+        """Which rows to keep, as in ``where``."""
+        return self.where or {}
+
+    @cached_property
+    def kept(self) -> Sequence[int]:
+        """The indices of the rows that meet all conditions."""
+        conditions = {self.mapping.get(name, name): wanted for name, wanted in self.conditions().items()}
+        if not conditions:
+            return range(len(self.rows))
+        kept, met = [], dict.fromkeys(conditions, False)
+        for index, row in enumerate(self.rows):
+            values = {name: _get(row, name) for name in conditions}
+            met = {name: seen or values[name] is not None for name, seen in met.items()}
+            if all(matches(values[name], wanted) for name, wanted in conditions.items()):
+                kept.append(index)
+        for name, seen in met.items():
+            if not seen:
+                raise ValueError(f"{self.origin} has no column {name!r}, only {', '.join(self.rows[0])}; correct where")
+        if not kept:
+            first = {name: _get(self.rows[0], name) for name in conditions}
+            raise ValueError(
+                f"no row of {self.origin} is {conditions}; the first of {len(self.rows)} is {first}; correct where"
+            )
+        return kept
+
+    def notes(self) -> list[str]:
+        conditions = self.conditions()
+        if not conditions:
+            return []
+        shown = str(conditions).replace("'", "")  # as in YAML
+        return [f"{len(self.kept):,} of {len(self.rows):,} rows of {self.origin} are {shown}"]
+
+    def clean(self, prompt: Any) -> Any:
+        """The prompt column as it should be read."""
+        return prompt
+
     def __len__(self) -> int:
-        return len(self.rows) if self.limit is None else min(self.limit, len(self.rows))
+        return len(self.kept) if self.limit is None else min(self.limit, len(self.kept))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        row = self.rows[index % len(self)]
+        index = self.kept[index % len(self)]
+        row = self.rows[index]
         values = {ours: _get(row, theirs) for ours, theirs in self.mapping.items()}
-        values["prompt"] = _messages(values["prompt"])
+        values["prompt"] = self.clean(_messages(values["prompt"]))
         if isinstance(values["answer"], list) and len(values["answer"]) == 1:
             values["answer"] = values["answer"][0]
         for ours in ("prompt", "answer"):
@@ -100,12 +153,52 @@ class Table(PromptSource):
         return values | {name: value for name, value in row.items() if name not in used and name not in values}
 
 
+def read_file(name: str) -> list[Mapping[str, Any]]:
+    """The rows of a ``.jsonl``, ``.json`` (lines, or one array) or ``.parquet`` file; ValueError if there are none."""
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ValueError(f"there is no file {name} (looked in {Path.cwd()}); correct path")
+    if path.suffix == ".parquet":
+        import pyarrow.parquet  # heavy
+
+        rows: list[Mapping[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+        return rows
+    if path.suffix not in (".jsonl", ".json"):
+        raise ValueError(f"cannot read {name}: its name must end in .jsonl, .json or .parquet")
+    text = path.read_text(encoding="utf-8-sig")
+    return _parse(name, [(1, text)] if text.lstrip().startswith("[") else enumerate(text.split("\n"), start=1))
+
+
+def _parse(name: str, pieces: Iterable[tuple[int, str]]) -> list[Mapping[str, Any]]:
+    rows: list[Mapping[str, Any]] = []
+    for line, piece in pieces:
+        if not piece.strip():
+            continue
+        try:
+            value = json.loads(piece)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{name}:{line + error.lineno - 1} is not JSON: {error.msg}; one object a line is expected"
+            ) from None
+        for row in value if isinstance(value, list) else [value]:
+            if not isinstance(row, Mapping):
+                raise ValueError(f"{name}:{line} holds {type(row).__name__}, not an object with columns")
+            rows.append(row)
+    return rows
+
+
 @PROMPTS.register("file")
 class File(Table):
-    """Rows of a ``.jsonl``, ``.json`` (lines, or one array) or ``.parquet`` file."""
+    """Rows of a ``.jsonl``, ``.json`` (lines, or one array) or ``.parquet`` file; see :class:`Table`."""
 
-    def __init__(self, path: str, columns: dict[str, str] | None = None, limit: int | None = None) -> None:
-        super().__init__(columns, limit)
+    def __init__(
+        self,
+        path: str,
+        columns: dict[str, str] | None = None,
+        limit: int | None = None,
+        where: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(columns, limit, where)
         self.path = path
 
     @property
@@ -113,40 +206,12 @@ class File(Table):
         return self.path
 
     def load(self) -> Sequence[Mapping[str, Any]]:
-        path = Path(self.path).expanduser()
-        if not path.is_file():
-            raise ValueError(f"there is no file {self.path} (looked in {Path.cwd()}); correct path")
-        if path.suffix == ".parquet":
-            import pyarrow.parquet  # heavy
-
-            rows: list[Mapping[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-            return rows
-        if path.suffix not in (".jsonl", ".json"):
-            raise ValueError(f"cannot read {self.path}: its name must end in .jsonl, .json or .parquet")
-        text = path.read_text(encoding="utf-8-sig")
-        return self._parse([(1, text)] if text.lstrip().startswith("[") else enumerate(text.split("\n"), start=1))
-
-    def _parse(self, pieces: Iterable[tuple[int, str]]) -> list[Mapping[str, Any]]:
-        rows: list[Mapping[str, Any]] = []
-        for line, piece in pieces:
-            if not piece.strip():
-                continue
-            try:
-                value = json.loads(piece)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{self.path}:{line + error.lineno - 1} is not JSON: {error.msg}; one object a line is expected"
-                ) from None
-            for row in value if isinstance(value, list) else [value]:
-                if not isinstance(row, Mapping):
-                    raise ValueError(f"{self.path}:{line} holds {type(row).__name__}, not an object with columns")
-                rows.append(row)
-        return rows
+        return read_file(self.path)
 
 
 @PROMPTS.register("hub")
 class Hub(Table):
-    """A data set of the Hugging Face hub, or a local folder of one."""
+    """A data set of the Hugging Face hub, or a local folder of one; see :class:`Table`."""
 
     def __init__(
         self,
@@ -156,8 +221,9 @@ class Hub(Table):
         revision: str | None = None,
         columns: dict[str, str] | None = None,
         limit: int | None = None,
+        where: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(columns, limit)
+        super().__init__(columns, limit, where)
         self.name, self.subset, self.split, self.revision = name, subset, split, revision
 
     @property
@@ -165,9 +231,16 @@ class Hub(Table):
         return f"{self.name} ({', '.join(filter(None, [self.subset, self.split]))})"
 
     def load(self) -> Sequence[Mapping[str, Any]]:
+        return self.download(self.subset)
+
+    def download(self, subset: str | None) -> Any:
+        """One subset, as a ``datasets.Dataset``."""
         import datasets  # heavy
 
-        rows: Sequence[Mapping[str, Any]] = datasets.load_dataset(
-            self.name, self.subset, split=self.split, revision=self.revision
-        )
-        return rows
+        try:
+            return datasets.load_dataset(self.name, subset, split=self.split, revision=self.revision)
+        except ConnectionError as error:
+            raise ValueError(
+                f"{self.origin} cannot be reached ({error}); download it beforehand, or read its rows from a file: "
+                "data sets with a short name take path, others {class_path: file, init_args: {path: ...}}"
+            ) from error

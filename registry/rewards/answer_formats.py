@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any, ClassVar, Never
 
 from registry._registry import Name, Registry
 
@@ -15,6 +15,9 @@ BOXED = r"Reason about the problem step by step, then put nothing but the final 
 
 class AnswerFormat(ABC):
     """What the system prompt asks for, and how it is read back."""
+
+    markers: ClassVar[tuple[str, ...]] = ()
+    """What ``extract`` looks for, so that a system prompt must mention it."""
 
     def __init__(self, system_prompt: str = "") -> None:
         self.system_prompt = system_prompt
@@ -77,6 +80,8 @@ def last_box(text: str) -> tuple[int, int, str] | None:
 class ThinkAnswer(AnswerFormat):
     """Reasoning in ``<think>``, answer in ``<answer>`` (the prompt of QeRL). The last answer counts."""
 
+    markers = ("<answer>",)
+
     _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
     _TAG = re.compile(r"</?(?:think|answer)>")
     _WHOLE = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
@@ -108,6 +113,8 @@ class ThinkAnswer(AnswerFormat):
 @ANSWER_FORMATS.register("boxed")
 class Boxed(AnswerFormat):
     r"""Reasoning, then the answer in ``\boxed{}``. The last box counts; boxes inside ``<think>`` do not."""
+
+    markers = (r"\boxed",)
 
     def __init__(self, system_prompt: str = BOXED) -> None:
         super().__init__(system_prompt)
