@@ -57,12 +57,12 @@ class Prompts(Sequence[Prompt]):
                 "the chat template refuses a system role; the system prompt stands at the head of the user's message"
             )
         missing = [m for m in chat.answer_format.markers if not all(m in prompt.text for prompt in self)]
-        if missing:
+        if missing and chat.answer_format.system_prompt.strip():  # without one that is meant
             without = sum(any(m not in prompt.text for m in missing) for prompt in self)
             which = "the prompts" if without == len(self) else f"{without:,} of {len(self):,} prompts"
             self.notes.append(
-                f"{which} do not mention {' and '.join(missing)}, where the answer is looked for: the system prompt is "
-                "empty, the data brings another, or the chat template drops it"
+                f"{which} do not mention {' and '.join(missing)}, where the answer is looked for: the data brings a "
+                "system prompt of its own, or the chat template drops ours"
             )
 
     def drop(self, indices: Collection[int]) -> None:
