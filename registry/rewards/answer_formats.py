@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Never
 
 from registry._registry import Name, Registry
+from registry.rewards.answers import extract
 
 THINK_ANSWER = (
     "Reason about the problem first, then answer. Put the reasoning between <think> and </think> and nothing but the "
@@ -47,37 +48,10 @@ def gold_answer(answer: Any) -> str:
     return str(answer).rpartition("####")[2].strip()
 
 
-def after_thinking(completion: str) -> str | None:
-    """What follows the last ``</think>``, or everything without one; None if thinking never ended."""
-    final = completion.rpartition("</think>")[2]
-    return None if "<think>" in final else final
-
-
-_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-
-
-def last_box(text: str) -> tuple[int, int, str] | None:
-    r"""Start, end and content of the last ``\boxed{...}`` or ``\fbox{...}`` with balanced braces (``\{`` is none).
-
-    One pass with a stack: looking for the end of each box anew would take quadratic time on a completion full of
-    ``\boxed{``.
-    """
-    boxes: list[tuple[int, int, str]] = []
-    opened: list[re.Match[str]] = []
-    for token in _BRACE.finditer(text):
-        if token[0] == "}":
-            if opened and (opening := opened.pop())[0] != "{":
-                boxes.append((opening.start(), token.end(), text[opening.end() : token.start()].strip()))
-        elif token[0][-1] == "{" and token[0] != r"\{":
-            opened.append(token)
-    return max(boxes, default=None)
-
-
 @ANSWER_FORMATS.register("think_answer")
 class ThinkAnswer(AnswerFormat):
     """Reasoning in ``<think>``, answer in ``<answer>`` (the prompt of QeRL). The last answer counts."""
 
-    _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
     _TAG = re.compile(r"</?(?:think|answer)>")
     _WHOLE = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
 
@@ -85,15 +59,7 @@ class ThinkAnswer(AnswerFormat):
         super().__init__(system_prompt)
 
     def extract(self, completion: str) -> str | None:
-        final = after_thinking(completion)
-        answers = self._ANSWER.findall(final) if final else []
-        if not answers:
-            return None
-        answer: str = answers[-1].strip()
-        box = last_box(answer)
-        if box and box[:2] == (0, len(answer)):  # <answer>\boxed{5}</answer> is a habit of models trained on boxes
-            answer = box[2]
-        return answer or None
+        return extract.tagged(completion).text
 
     def well_formed(self, completion: str) -> bool:
         if len(self._TAG.findall(completion)) != 4:  # first, so that the pattern has one place to match each tag
@@ -113,8 +79,7 @@ class Boxed(AnswerFormat):
         super().__init__(system_prompt)
 
     def extract(self, completion: str) -> str | None:
-        box = last_box(after_thinking(completion) or "")
-        return box[2] or None if box else None
+        return extract.boxed(completion).text
 
     def well_formed(self, completion: str) -> bool:
         reasoning = re.split(r"\\(?:boxed|fbox)\b", completion, maxsplit=1)[0]

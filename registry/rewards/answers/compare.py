@@ -1,0 +1,393 @@
+"""The ladder: exact text, exact number, structure, values. What it cannot decide raises ``Undecided``."""
+
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+from registry.rewards.answers.evaluate import TooLarge, Undefined, equal, exact, tree
+from registry.rewards.answers.expression import Node, Unreadable, symbols
+from registry.rewards.answers.normalise import MAX_ANSWER, normalise, squeezed
+from registry.rewards.answers.structure import (
+    INFINITE,
+    Answer,
+    Equation,
+    Interval,
+    Items,
+    Matrix,
+    Union,
+    Value,
+    is_name,
+    read,
+    sure,
+)
+from registry.rewards.numbers import parse_number
+
+
+class Undecided(Exception):
+    """Only algebra can tell: the two texts that it must compare."""
+
+
+class Outcome(NamedTuple):
+    """Whether an answer is right, and the rule that said so."""
+
+    right: bool
+    rule: str
+
+
+Algebra = Callable[[str, str], bool]
+"""Compares a gold with an answer, both normalised."""
+
+normalised = lru_cache(8192)(normalise)
+structure = lru_cache(8192)(read)
+_number = lru_cache(8192)(parse_number)
+
+
+def compare(gold: str, answer: str, algebra: Algebra | None = None) -> Outcome:
+    """Whether ``answer`` says what ``gold`` says.
+
+    Raises Undecided where ``algebra`` is needed and None.
+    """
+    if len(gold) > MAX_ANSWER or len(answer) > MAX_ANSWER:
+        return Outcome(False, "too long")
+    g, a = normalised(gold), normalised(answer)
+    if not g or not a:
+        return Outcome(False, "empty")
+    if squeezed(g) == squeezed(a):
+        return Outcome(True, "text")
+    if (choice := choice_letter(g)) and len(squeezed(g)) <= 3:
+        return Outcome(choice == choice_letter(a), "choice")
+    try:
+        return _Comparison(algebra).answers(structure(g), structure(a))
+    except TooLarge:
+        return Outcome(False, "bounds")
+    except (Undefined, RecursionError):
+        return Outcome(False, "undefined")
+
+
+_CHOICE = re.compile(
+    r"(?:(?:the\s+)?(?:correct\s+)?(?:answer|option|choice)(?:\s+is)?:?\s+)?"
+    r"(?:\(\s*([A-Z])\s*\)|\[\s*([A-Z])\s*\]|([A-Z])(?:\s*\))?)(?P<rest>(?:[\s.:,;\-–—].*)?)",
+    re.DOTALL,
+)
+_OTHER_CHOICE = re.compile(
+    r"\s*(?:/|&|\+|\b(?:or|and)\b)|[\s.,;:]*\(?[A-Z]\)?\s*(?:[.,;/)]|$|\b(?:or|and)\b)|\s*,\s*\(?[A-Z]\b"
+)
+_REASON = re.compile(r"\s*(?:[.:,;)\-–—]|because\b|since\b|as\b|is\b|\()", re.IGNORECASE)
+
+
+def choice_letter(text: str) -> str | None:
+    """The one letter that a multiple choice answer states: ``C``, ``(C)``, ``C: the option``, ``C because ...``."""
+    text = text.strip(" *_`")
+    if re.fullmatch(r"\(?[a-z][).]*", text) and (text[0] == "(" or text[-1] == ")"):
+        text = text.upper()
+    found = _CHOICE.fullmatch(text)
+    if found is None:
+        return None
+    rest = found["rest"]
+    if rest.strip(" .,:;") and (_OTHER_CHOICE.match(rest) or not _REASON.match(rest)):
+        return None
+    return found[1] or found[2] or found[3]
+
+
+_PERCENT = re.compile(r"%|\bper\s?cent(?:age)?s?\b", re.IGNORECASE)
+_CIRC = re.compile(r"\^\\circ(?![a-zA-Z])")
+_DECIMAL = re.compile(r"[-+]?\s*[\d,]*\.(\d+)(?:e[-+]?\d+)?", re.IGNORECASE)
+_BASE = re.compile(r"\(?([0-9A-F]+)\)?\s*_\s*\{?\s*(\d+|[a-z]+)\s*\}?")
+_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
+          "ten": "10", "twelve": "12", "sixteen": "16"}  # fmt: skip
+_SAME = [
+    {"nosolution", "nosolutions", "nosolutionexists", "norealsolution", "norealsolutions", "emptyset", r"\emptyset",
+     "theemptyset", r"\{\}"},
+    {"undefined", "doesnotexist", "dne", "notdefined", "thelimitdoesnotexist"},
+]  # fmt: skip
+_WORD = re.compile(r"[^\W\d_][^\W\d_'\- .?!]*(?:[\s'\-,.?!]+[^\W\d_]+)*[.?!]?")
+
+
+_LETTERS = re.compile(r"[^\W\d_]{2}")
+
+
+def _digits(text: str) -> int:
+    """Significant digits of a plain decimal; 0 of anything else."""
+    found = _DECIMAL.fullmatch(text.strip())
+    return len(re.sub(r"e.*|\D", "", text.lower()).lstrip("0")) if found else 0
+
+
+def is_word(text: str) -> bool:
+    """Whether a text is words, in which the order of letters counts (AB is not BA)."""
+    return _WORD.fullmatch(text) is not None and bool(_LETTERS.search(text)) and text.lower() != "pi"
+
+
+class _Comparison:
+    def __init__(self, algebra: Algebra | None) -> None:
+        self.algebra = algebra
+
+    # ---- structures --------------------------------------------------------------------------------------------------
+
+    def answers(self, gold: Answer, answer: Answer) -> Outcome:
+        if isinstance(gold, Value) and isinstance(answer, Value):
+            return self.values(gold.text, answer.text)
+        if isinstance(gold, Equation) or isinstance(answer, Equation):
+            return Outcome(self.equations(gold, answer), "equation")
+        if isinstance(gold, Matrix) or isinstance(answer, Matrix):
+            return Outcome(self.matrices(gold, answer), "matrix")
+        if isinstance(gold, Interval | Union) or isinstance(answer, Interval | Union):
+            return Outcome(self.intervals(gold, answer), "interval")
+        if isinstance(gold, Items) and isinstance(answer, Items):
+            return Outcome(self.items(gold, answer), gold.kind)
+        return Outcome(self.alone(gold, answer), "structure")
+
+    def same(self, gold: Answer, answer: Answer) -> bool:
+        return self.answers(gold, answer).right
+
+    def alone(self, gold: Answer, answer: Answer) -> bool:
+        """A collection against a value: a ratio may be a fraction; a list of one, and the empty set, be a word."""
+        items, value = (gold, answer) if isinstance(gold, Items) else (answer, gold)
+        assert isinstance(items, Items) and isinstance(value, Value)
+        if items.kind == "ratio" and len(items.items) == 2:
+            left, right = items.items
+            assert isinstance(left, Value) and isinstance(right, Value)
+            return self.values(f"({left.text})/({right.text})", value.text).right
+        if items.kind == "set" and not items.items:
+            return squeezed(value.text).lower() in _SAME[0]
+        if len(items.items) == 1 and items.kind == "set":
+            return items is answer and False
+        return False
+
+    def items(self, gold: Items, answer: Items) -> bool:
+        kinds = {gold.kind, answer.kind}
+        if "ratio" in kinds:
+            return kinds == {"ratio"} and self.in_order(gold.items, answer.items)
+        if kinds == {"tuple", "set"}:
+            return False
+        if gold.kind == "tuple" or (answer.kind == "tuple" and kinds == {"tuple"}):
+            return self.in_order(gold.items, answer.items)
+        return self.in_any_order(gold.items, answer.items, distinct="set" in kinds)
+
+    def in_order(self, gold: Sequence[Answer], answer: Sequence[Answer]) -> bool:
+        return len(gold) == len(answer) and all(self.same(g, a) for g, a in zip(gold, answer, strict=True))
+
+    def in_any_order(self, gold: Sequence[Answer], answer: Sequence[Answer], distinct: bool = False) -> bool:
+        if distinct:
+            return all(any(self.same(g, a) for a in answer) for g in gold) and all(
+                any(self.same(g, a) for g in gold) for a in answer
+            )
+        if len(gold) != len(answer):
+            return False
+        left = list(answer)
+        for g in gold:
+            found = next((i for i, a in enumerate(left) if self.same(g, a)), None)
+            if found is None:
+                return False
+            left.pop(found)
+        return True
+
+    def matrices(self, gold: Answer, answer: Answer) -> bool:
+        if not (isinstance(gold, Matrix) and isinstance(answer, Matrix)):
+            matrix, other = (gold, answer) if isinstance(gold, Matrix) else (answer, gold)
+            if not (isinstance(matrix, Matrix) and isinstance(other, Items) and other.kind == "tuple"):
+                return False
+            entries = [cell for row in matrix.rows for cell in row]
+            if len(matrix.rows) > 1 and any(len(row) > 1 for row in matrix.rows):
+                return False
+            return self.in_order([Value(cell) for cell in entries], other.items)
+        return [len(row) for row in gold.rows] == [len(row) for row in answer.rows] and all(
+            self.values(g, a).right
+            for grow, arow in zip(gold.rows, answer.rows, strict=True)
+            for g, a in zip(grow, arow, strict=True)
+        )
+
+    def intervals(self, gold: Answer, answer: Answer) -> bool:
+        gold, answer = sure(gold), sure(answer)
+        if isinstance(gold, Union) and isinstance(answer, Union):
+            return self.in_any_order(gold.parts, answer.parts)
+        if not (isinstance(gold, Interval) and isinstance(answer, Interval)):
+            return False
+        if gold.name and answer.name and squeezed(gold.name) != squeezed(answer.name):
+            return False
+        return (
+            gold.closed == answer.closed
+            and self.values(gold.low, answer.low).right
+            and self.values(gold.high, answer.high).right
+        )
+
+    # ---- equations ---------------------------------------------------------------------------------------------------
+
+    def equations(self, gold: Answer, answer: Answer) -> bool:
+        if isinstance(gold, Equation) and isinstance(answer, Equation):
+            g, a = self.assigned(gold), self.assigned(answer)
+            if g and a and squeezed(g[0]) == squeezed(a[0]):
+                return self.same(g[1], a[1])
+            if len(gold.sides) == len(answer.sides) == 2:
+                return self.proportional(gold.sides, answer.sides)
+            return False
+        equation, other = (gold, answer) if isinstance(gold, Equation) else (answer, gold)
+        assert isinstance(equation, Equation)
+        value = self.assigned(equation) or self.computed(equation)
+        if value is None:
+            return False
+        return self.same(value[1], other) if equation is gold else self.same(other, value[1])
+
+    def assigned(self, equation: Equation) -> tuple[str, Answer] | None:
+        """Name and value of ``x = 5``, ``5 = x`` or ``x = 2 + 3 = 5``; None of another equation."""
+        sides = equation.sides
+        name, rest = (sides[0], sides[1:]) if is_name(sides[0]) else (sides[-1], sides[:-1])
+        if not is_name(name) or (len(rest) == 1 and is_word(rest[0])):
+            return None
+        if len(rest) > 1 and self.computed(Equation(rest)) is None:
+            return None
+        return name, structure(rest[-1])
+
+    def computed(self, equation: Equation) -> tuple[str, Answer] | None:
+        """The last side of ``2 + 3 = 5`` if all sides are equal, so that ``0 = 7`` is not 7."""
+        sides = [tree(side) for side in equation.sides]
+        if any(side is None for side in sides):
+            return None
+        first, *rest = [side for side in sides if side is not None]
+        return ("", structure(equation.sides[-1])) if all(equal(first, side) for side in rest) else None
+
+    def proportional(self, gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
+        """Whether left minus right of one equation is a multiple of that of the other."""
+        sides = [tree(side) for side in (*gold, *answer)]
+        if any(side is None for side in sides):
+            left, right = squeezed(gold[0]) == squeezed(answer[0]), squeezed(gold[1]) == squeezed(answer[1])
+            return (left and self.values(gold[1], answer[1]).right) or (
+                right and self.values(gold[0], answer[0]).right
+            )
+        a, b, c, d = (side for side in sides if side is not None)
+        g, h = Node("sub", (a, b)), Node("sub", (c, d))
+        if symbols(g) != symbols(h) or not symbols(g):
+            return False
+        at = {name: Node("number", name=str(3 + 2 * i) + ".37") for i, name in enumerate(sorted(symbols(g)))}
+        try:  # g(x) h(p) = h(x) g(p) for all x and one p
+            return equal(Node("mul", (g, _at(h, at))), Node("mul", (h, _at(g, at)))) and not (
+                equal(_at(g, at), _ZERO) or equal(_at(h, at), _ZERO)
+            )
+        except (Undefined, Unreadable):
+            return False
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+
+    def values(self, gold: str, answer: str) -> Outcome:
+        g, a = squeezed(gold), squeezed(answer)
+        if g == a:
+            return Outcome(True, "text")
+        if g in INFINITE or a in INFINITE:
+            return Outcome(INFINITE.get(g, 0) == INFINITE.get(a, 0), "infinity")
+        if any(g.lower() in same and a.lower() in same for same in _SAME):
+            return Outcome(True, "word")
+        if (based := _BASE.fullmatch(g)) or _BASE.fullmatch(a):
+            return Outcome(self.based(based, g, a), "base")
+        percent = [bool(_PERCENT.search(text)) for text in (gold, answer)]
+        degrees = [bool(_CIRC.search(text)) for text in (gold, answer)]
+        numbers = [_number(_CIRC.sub("", text)) for text in (gold, answer)]
+        if numbers[0] is not None and numbers[1] is not None and degrees[0] == degrees[1]:
+            return Outcome(_numbers_equal(gold, answer, numbers[0], numbers[1], percent), "number")
+        words = [text for text in (gold, answer) if is_word(text)]
+        if len(words) == 2 or (words and not (words[0].isalpha() and len(words[0]) <= 4)):  # xy may be x times y
+            return Outcome(len(words) == 2 and _words(gold) == _words(answer), "word")
+        return self.expressions(*(_expression(*x) for x in zip((gold, answer), numbers, degrees, percent, strict=True)))
+
+    def based(self, found: re.Match[str] | None, gold: str, answer: str) -> bool:
+        """The same digits; a base that is written must be the same."""
+        if found is None:
+            return False
+        other = _BASE.fullmatch(answer)
+        if other is None:
+            return answer == found[1]
+        return other[1] == found[1] and _BASES.get(other[2], other[2]) == _BASES.get(found[2], found[2])
+
+    def expressions(self, gold: str, answer: str) -> Outcome:
+        left, right = tree(gold), tree(answer)
+        if left is None or right is None:
+            return self.ask(gold, answer)
+        if _decimal_of(answer, left):
+            return Outcome(True, "decimal")
+        if "." in gold and _rounds_to(right, gold):
+            return Outcome(True, "rounded gold")
+        try:
+            return Outcome(equal(left, right), "value")
+        except Unreadable:
+            return self.ask(gold, answer)
+        except ArithmeticError as error:
+            raise Undefined(str(error)) from error
+
+
+    def ask(self, gold: str, answer: str) -> Outcome:
+        if self.algebra is None:
+            raise Undecided(gold, answer)
+        return Outcome(self.algebra(gold, answer), "algebra")
+
+
+_ZERO = Node("number", name="0")
+
+
+def _at(node: Node, values: dict[str, Node]) -> Node:
+    if node.op == "symbol":
+        return values.get(node.name, node)
+    return Node(node.op, tuple(_at(arg, values) for arg in node.args), node.name)
+
+
+def _words(text: str) -> str:
+    text = re.sub(r"^the (?:\w+ ){1,2}(?:is|are) ", "", text.strip().lower())  # the sequence is convergent
+    return re.sub(r"^(?:the|a|an)\s+|[\s.?!,'\-]+", "", text)
+
+
+def _expression(text: str, number: Fraction | None, degrees: bool, percent: bool) -> str:
+    """A value as an expression: of a number the number, so that words and units around it go."""
+    if number is not None and not _DECIMAL.fullmatch(text):
+        text = f"({number.numerator})/({number.denominator})" if number.denominator > 1 else str(number.numerator)
+        text = f"({text})^\\circ" if degrees else text
+    return f"({_PERCENT.sub('', text)})/100" if percent else text
+
+
+def _numbers_equal(gold: str, answer: str, g: Fraction, a: Fraction, percent: list[bool]) -> bool:
+    """Exactly; a percentage may be meant by its number or by its value; float noise is forgiven, rounding is not."""
+    if percent[0] != percent[1]:
+        return a == g or (a / 100 == g if percent[1] else a == g / 100)
+    if a == g:
+        return True
+    if _digits(answer) >= 12:
+        places = len(_DECIMAL.fullmatch(answer.strip())[1]) if "e" not in answer.lower() else 0  # type: ignore[index]
+        ulp = Fraction(1, 10**places) if places else abs(g) / 10**11
+        return abs(a - g) <= max(ulp if _DECIMAL.fullmatch(gold.strip()) is None else 0, abs(g) / 10**15)
+    return bool("." in gold and "/" in answer + _FRACTION.sub("/", answer) and _rounded(a, gold))
+
+
+_FRACTION = re.compile(r"\\frac")
+
+
+def _rounded(value: Fraction, gold: str) -> bool:
+    """Whether a gold of at least three significant digits is the value, rounded."""
+    found = _DECIMAL.fullmatch(gold.strip())
+    if found is None or _digits(gold) < 3 or "e" in gold.lower():
+        return False
+    number = _number(gold)
+    return number is not None and abs(value - number) <= Fraction(1, 2 * 10 ** len(found[1]))
+
+
+def _value(node: Node) -> Fraction | None:
+    """The value of a constant to 60 digits."""
+    from registry.rewards.answers.evaluate import approximate
+
+    if symbols(node):
+        return None
+    known = exact(node)
+    return known if known is not None else approximate(node)
+
+
+def _decimal_of(answer: str, gold: Node) -> bool:
+    """Whether a decimal of at least 12 significant digits is the gold, as far as it goes."""
+    digits = _digits(answer)
+    number = _number(answer) if digits >= 12 else None
+    value = _value(gold) if number is not None else None
+    if number is None or value is None:
+        return False
+    places = len(_DECIMAL.fullmatch(answer.strip())[1])  # type: ignore[index]
+    return abs(number - value) <= max(Fraction(1, 10**places), abs(value) / 10**15)
+
+
+def _rounds_to(answer: Node, gold: str) -> bool:
+    value = _value(answer) if _digits(gold) >= 3 else None
+    return value is not None and _rounded(value, gold)

@@ -1,0 +1,61 @@
+"""math-verify, behind bounds: only in a process that can be killed."""
+
+import re
+
+MAX_CHARS = 300
+MAX_NESTING = 15
+_TOWER = re.compile(r"\^\s*[{(][^{}]*\^")
+_RISKS = [
+    ("digits", re.compile(r"\d{60}")),
+    ("exponent", re.compile(r"\^\s*[{(]?\s*[-+]?\d{4}")),
+    ("exponent", re.compile(r"e[+-]?\d{4}", re.IGNORECASE)),
+    ("factorial", re.compile(r"[)}\]]\s*!|\d{3}\s*!|!\s*!")),
+    ("tower", _TOWER),
+    ("series", re.compile(r"\\(?:sum|prod)(?!.*\}\s*\^\s*(?:\{\s*)?(?:\d{1,3}\b|\\infty|[a-z]))")),
+    ("code", re.compile(r"__|\blambda\b(?<!\\lambda)|[;`'\"@#~?]|\bimport\b|\beval\b|\bexec\b")),
+    ("words", re.compile(r"(?<![\\a-zA-Z])(?!(?:sin|cos|tan|log|sqrt|exp|max|min|arc\w+|mod)\b)[a-zA-Z]{4,}")),
+]
+_MACROS = {
+    "frac", "sqrt", "pi", "cdot", "times", "div", "pm", "mp", "infty", "sin", "cos", "tan", "cot", "sec", "csc",
+    "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log", "ln", "lg", "exp", "sum", "prod", "int", "lim", "to",
+    "binom", "cup", "cap", "setminus", "in", "le", "ge", "ne", "emptyset", "begin", "end", "overline", "vec", "hat",
+    "bar", "lfloor", "rfloor", "lceil", "rceil", "lvert", "rvert", "mid", "bmod", "ldots", "dots", "cdots", "partial",
+    "forall", "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "theta", "lambda", "mu", "nu", "rho",
+    "sigma", "tau", "phi", "varphi", "omega", "Delta", "Omega", "Phi", "Gamma", "Lambda", "Sigma", "Theta", "eta",
+    "zeta", "xi", "psi", "kappa", "chi", "ell", "mathbb", "circ", "prime", "angle", "triangle", "gcd", "lcm", "max",
+    "min", "rightarrow",
+}  # fmt: skip
+
+
+def refusal(text: str) -> str | None:
+    """Why a text does not reach the algebra system; None if it may."""
+    if len(text) > MAX_CHARS:
+        return "too long"
+    unknown = [name for name in re.findall(r"\\([a-zA-Z]+)", text) if name not in _MACROS]
+    if unknown:
+        return "unknown command"
+    depth = deepest = 0
+    for c in text:
+        depth += (c in "([{") - (c in ")]}")
+        deepest = max(deepest, depth)
+        if depth < 0:
+            return "brackets"
+    if depth or deepest > MAX_NESTING:
+        return "brackets"
+    return next((name for name, pattern in _RISKS if pattern.search(text)), None)
+
+
+def equivalent(gold: str, answer: str) -> bool:
+    """Whether math-verify calls two normalised texts equal: both boxed, the gold first, nothing read in its place."""
+    if refusal(gold) or refusal(answer):
+        return False
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    config = (LatexExtractionConfig(boxed_match_priority=0),)
+    sides = [
+        parse(
+            f"$\\boxed{{{text}}}$", extraction_config=config, fallback_mode="no_fallback", extraction_mode="first_match"
+        )
+        for text in (gold, answer)
+    ]
+    return all(sides) and bool(verify(sides[0], sides[1], float_rounding=12, numeric_precision=30, strict=True))
