@@ -13,6 +13,9 @@ THINK_ANSWER = (
 )
 BOXED = r"Reason about the problem step by step, then put nothing but the final answer within \boxed{}."
 
+STATED = "Reason about the problem step by step, then put the final answer alone on a last line: Answer: the answer"
+CODE_BLOCK = "Reason about the problem first, then write the whole program in one block: ```python ... ```"
+
 
 class AnswerFormat(ABC):
     """What the system prompt asks for, and how it is read back."""
@@ -87,3 +90,40 @@ class Boxed(AnswerFormat):
 
     def render(self, reasoning: str, answer: str) -> str:
         return f"{reasoning}\n\\boxed{{{answer}}}"
+
+
+@ANSWER_FORMATS.register("stated")
+class Stated(AnswerFormat):
+    """A last line ``Answer: ...`` (the prompt of DAPO), read wherever an answer is plainly stated: the last tag, box,
+    ``####`` or "the answer is". A base model that was never asked for a form is read with it, too.
+    """
+
+    def __init__(self, system_prompt: str = STATED) -> None:
+        super().__init__(system_prompt)
+
+    def extract(self, completion: str) -> str | None:
+        return extract.stated(completion).text
+
+    def well_formed(self, completion: str) -> bool:
+        reasoning, _, last = completion.rstrip().rpartition("\n")
+        return last.startswith("Answer: ") and last != "Answer: " and reasoning.strip() != ""
+
+    def render(self, reasoning: str, answer: str) -> str:
+        return f"{reasoning}\nAnswer: {answer}"
+
+
+@ANSWER_FORMATS.register("code_block")
+class CodeBlock(AnswerFormat):
+    """Reasoning, then a program in a fenced block of Python. The last block counts."""
+
+    def __init__(self, system_prompt: str = CODE_BLOCK) -> None:
+        super().__init__(system_prompt)
+
+    def extract(self, completion: str) -> str | None:
+        return extract.code_block(completion).text
+
+    def well_formed(self, completion: str) -> bool:
+        return self.extract(completion) is not None and not completion.lstrip().startswith("```")
+
+    def render(self, reasoning: str, answer: str) -> str:
+        return f"{reasoning}\n```python\n{answer}\n```"

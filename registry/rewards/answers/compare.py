@@ -26,7 +26,7 @@ from registry.rewards.numbers import parse_number
 
 
 class Undecided(Exception):
-    """Only algebra can tell: the two texts that it must compare."""
+    """The value of an expression is needed: of which texts."""
 
 
 class Outcome(NamedTuple):
@@ -47,7 +47,8 @@ _number = lru_cache(8192)(parse_number)
 def compare(gold: str, answer: str, algebra: Algebra | None = None) -> Outcome:
     """Whether ``answer`` says what ``gold`` says.
 
-    Raises Undecided where ``algebra`` is needed and None.
+    Without ``algebra`` it takes microseconds, and raises Undecided where the value of an expression is needed. With it,
+    it may take long: call it in a process that can be killed.
     """
     if len(gold) > MAX_ANSWER or len(answer) > MAX_ANSWER:
         return Outcome(False, "too long")
@@ -241,6 +242,7 @@ class _Comparison:
 
     def computed(self, equation: Equation) -> tuple[str, Answer] | None:
         """The last side of ``2 + 3 = 5`` if all sides are equal, so that ``0 = 7`` is not 7."""
+        self.undecided(*equation.sides)
         sides = [tree(side) for side in equation.sides]
         if any(side is None for side in sides):
             return None
@@ -249,6 +251,7 @@ class _Comparison:
 
     def proportional(self, gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
         """Whether left minus right of one equation is a multiple of that of the other."""
+        self.undecided(*gold, *answer)
         sides = [tree(side) for side in (*gold, *answer)]
         if any(side is None for side in sides):
             left, right = squeezed(gold[0]) == squeezed(answer[0]), squeezed(gold[1]) == squeezed(answer[1])
@@ -299,6 +302,7 @@ class _Comparison:
         return other[1] == found[1] and _BASES.get(other[2], other[2]) == _BASES.get(found[2], found[2])
 
     def expressions(self, gold: str, answer: str) -> Outcome:
+        self.undecided(gold, answer)
         left, right = tree(gold), tree(answer)
         if left is None or right is None:
             return self.ask(gold, answer)
@@ -315,9 +319,13 @@ class _Comparison:
 
 
     def ask(self, gold: str, answer: str) -> Outcome:
-        if self.algebra is None:
-            raise Undecided(gold, answer)
+        assert self.algebra is not None
         return Outcome(self.algebra(gold, answer), "algebra")
+
+    def undecided(self, *texts: str) -> None:
+        """Leave values of expressions to a process that may take its time."""
+        if self.algebra is None:
+            raise Undecided(*texts)
 
 
 _ZERO = Node("number", name="0")

@@ -1,6 +1,11 @@
 """math-verify, behind bounds: only in a process that can be killed."""
 
+import logging
 import re
+from functools import lru_cache
+from typing import Any
+
+from registry.rewards.answers.compare import compare
 
 MAX_CHARS = 300
 MAX_NESTING = 15
@@ -49,13 +54,35 @@ def equivalent(gold: str, answer: str) -> bool:
     """Whether math-verify calls two normalised texts equal: both boxed, the gold first, nothing read in its place."""
     if refusal(gold) or refusal(answer):
         return False
-    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify import verify
+
+    sides = [_parsed(gold), _parsed(answer)]
+    try:
+        return all(sides) and bool(verify(sides[0], sides[1], float_rounding=12, numeric_precision=30, strict=True))
+    except MemoryError:
+        raise
+    except Exception:  # whatever an algebra system trips over is not seen to be right
+        return False
+
+
+@lru_cache(4096)
+def _parsed(text: str) -> list[Any]:
+    from math_verify import LatexExtractionConfig, parse
 
     config = (LatexExtractionConfig(boxed_match_priority=0),)
-    sides = [
-        parse(
-            f"$\\boxed{{{text}}}$", extraction_config=config, fallback_mode="no_fallback", extraction_mode="first_match"
-        )
-        for text in (gold, answer)
-    ]
-    return all(sides) and bool(verify(sides[0], sides[1], float_rounding=12, numeric_precision=30, strict=True))
+    boxed = f"$\\boxed{{{text}}}$"
+    return list(
+        parse(boxed, extraction_config=config, fallback_mode="no_fallback", extraction_mode="first_match")
+    )
+
+
+def warm_up() -> None:
+    """Import what a case needs, and build the parser's tables."""
+    logging.disable(logging.CRITICAL)
+    compare(r"\frac{1}{2}", "x", equivalent)
+    equivalent(r"\frac{x}{2}", r"\frac{1}{2}x")
+
+
+def case(texts: list[str]) -> list[object]:
+    """``[gold, answer]`` -> ``[right, rule]``."""
+    return list(compare(texts[0], texts[1], equivalent))
