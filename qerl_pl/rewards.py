@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qerl_pl.types import Completion, Prompt
-from registry.rewards import AnswerFormat, Reward, checked_scores, gold_answer
+from registry.rewards import VERDICTS, AnswerFormat, Reward, checked_scores, gold_answer
 
 COMPUTED = ("prompts", "completions", "extracted", "well_formed", "completion_ids", "finished")
 """What rewards receive besides the columns of the data, which must not have these names."""
@@ -64,6 +64,16 @@ def score(
         given = [reward.weight * value for reward, value in zip(rewards, scores, strict=True) if value is not None]
         totals.append(sum(given) if given else math.nan)
     return parts, totals
+
+
+def verdict_rates(rewards: Sequence[Reward]) -> dict[str, float]:
+    """``<reward>/<verdict>``: the fraction of the completions of the last ``score`` with that verdict."""
+    return {
+        f"{key}/{name}": sum(verdict.verdict == name for verdict in reward.verdicts) / len(reward.verdicts)
+        for key, reward in zip(reward_keys(rewards), rewards, strict=True)
+        if reward.verdicts
+        for name in VERDICTS
+    }
 
 
 def check_answer_format(answer_format: AnswerFormat, rewards: Sequence[Reward], prompt: Prompt) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from qerl_pl.advantages import group_advantages
 from qerl_pl.engine.base import Engine
 from qerl_pl.prompts import Prompts, batch_indices
-from qerl_pl.rewards import score
+from qerl_pl.rewards import score, verdict_rates
 from qerl_pl.seeds import derive_seed
 from qerl_pl.types import Completion, Prompt, RolloutBatch, Sampling
 from registry.rewards import AnswerFormat, Reward
@@ -45,6 +45,7 @@ class Collector:
         batch.rewards = torch.tensor(totals, dtype=torch.float32)
         nan = float("nan")
         batch.reward_parts = {k: torch.tensor([nan if v is None else v for v in values]) for k, values in parts.items()}
+        batch.verdicts = verdict_rates(self.rewards)
         batch.advantages = group_advantages(batch.rewards, batch.groups, self.scale_rewards)
         batch.step, batch.temperature = step, sampling.temperature
         batch.seconds = {"rollout": sampled - started, "reward": time.perf_counter() - sampled}

@@ -57,6 +57,7 @@ class RolloutBatch:
     step: int = 0  # index of this rollout in the run
     temperature: float = 1.0  # that it was sampled with
     seconds: dict[str, float] = field(default_factory=dict)  # phase -> wall time
+    verdicts: dict[str, float] = field(default_factory=dict)  # reward/verdict -> fraction of the completions
 
     def to(self, device: Any) -> "RolloutBatch":
         """The same batch with its tensors on ``device``; Lightning calls this."""
@@ -92,6 +93,7 @@ class RolloutBatch:
         lengths = self.completion_mask.sum(-1).float()
         known = self.rewards[~self.rewards.isnan()]
         parts = {f"rewards/{k}/mean": float(v.nanmean()) for k, v in self.reward_parts.items()}
+        parts |= {f"rewards/{k}": v for k, v in self.verdicts.items()}
         return parts | {
             "reward": float(known.mean()) if len(known) else float("nan"),
             "reward_std": float(known.std()) if len(known) > 1 else 0.0,
