@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from registry.rewards.answer_formats import gold_answer
+from registry.rewards.answers.extract import last_box
 from registry.rewards.base import Reward, Verdict
 
 
@@ -18,7 +19,9 @@ def gold_text(answer: Any) -> str:
     """The right answer as text; empty if the column holds none."""
     if answer is None or isinstance(answer, list | dict) or (isinstance(answer, float) and not math.isfinite(answer)):
         return ""
-    return gold_answer(answer)
+    text = gold_answer(answer)
+    box = last_box(text)  # a whole solution, as in MATH
+    return box[2] if box else text
 
 
 class Verifier(Reward):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from registry.rewards.answers.evaluate import TooLarge, Undefined, equal, exact, tree
 from registry.rewards.answers.expression import Node, Unreadable, symbols
-from registry.rewards.answers.normalise import MAX_ANSWER, normalise, squeezed
+from registry.rewards.answers.normalise import MAX_ANSWER, depth, normalise, squeezed
 from registry.rewards.answers.structure import (
     INFINITE,
     Answer,
@@ -23,6 +23,9 @@ from registry.rewards.answers.structure import (
     sure,
 )
 from registry.rewards.numbers import parse_number
+
+
+MAX_NESTING = 40
 
 
 class Undecided(Exception):
@@ -52,12 +55,18 @@ def compare(gold: str, answer: str, algebra: Algebra | None = None) -> Outcome:
     """
     if len(gold) > MAX_ANSWER or len(answer) > MAX_ANSWER:
         return Outcome(False, "too long")
+    if _differ(unit(gold), unit(answer)):
+        return Outcome(False, "unit")
     g, a = normalised(gold), normalised(answer)
     if not g or not a:
         return Outcome(False, "empty")
     if squeezed(g) == squeezed(a):
         return Outcome(True, "text")
-    if (choice := choice_letter(g)) and len(squeezed(g)) <= 3:
+    if max(depth(g), depth(a)) > MAX_NESTING:
+        return Outcome(False, "bounds")
+    if g.lower() in ("yes", "no", "true", "false") and re.match(rf"{g}\s*[,;]", a, re.IGNORECASE):
+        return Outcome(True, "word")  # Yes, because ...
+    if (choice := choice_letter(g)) and choice <= "J" and len(squeezed(g)) <= 3:
         return Outcome(choice == choice_letter(a), "choice")
     try:
         return _Comparison(algebra).answers(structure(g), structure(a))
@@ -67,9 +76,26 @@ def compare(gold: str, answer: str, algebra: Algebra | None = None) -> Outcome:
         return Outcome(False, "undefined")
 
 
+_UNITS = {
+    "mm": "millimeter millimeters", "cm": "centimeter centimeters centimetre centimetres", "m": "meter meters metre metres",
+    "km": "kilometer kilometers kilometre kilometres", "in": "inch inches", "ft": "foot feet", "yd": "yard yards",
+    "mi": "mile miles", "s": "sec second seconds", "min": "minute minutes", "h": "hr hour hours", "g": "gram grams",
+    "kg": "kilogram kilograms", "lb": "pound pounds lbs", "day": "days", "week": "weeks", "year": "years",
+    "dollar": "dollars", "cent": "cents",
+}  # fmt: skip
+_UNIT = {name: unit for unit, names in _UNITS.items() for name in (unit, *names.split())}
+_TRAILING = re.compile(r"\d[\s}]*(?:\\[,; ]|~)?\s*(?:\\(?:text|mathrm|mbox)\s*\{)?[\s~]*([A-Za-z]+)[\s}]*(?:\^\{?[23]\}?)?[.$]*$")
+
+
+def unit(text: str) -> str:
+    """The unit after the number at the end of a text, if it is a common one; else empty."""
+    found = _TRAILING.search(text)
+    return _UNIT.get(found[1], "") if found else ""
+
+
 _CHOICE = re.compile(
     r"(?:(?:the\s+)?(?:correct\s+)?(?:answer|option|choice)(?:\s+is)?:?\s+)?"
-    r"(?:\(\s*([A-Z])\s*\)|\[\s*([A-Z])\s*\]|([A-Z])(?:\s*\))?)(?P<rest>(?:[\s.:,;\-–—].*)?)",
+    r"(?:(?P<marked>[(\[]?\s*[A-Z]\s*[)\]])|(?P<bare>[A-Z]))(?P<rest>(?:[\s.:,;\-–—].*)?)",
     re.DOTALL,
 )
 _OTHER_CHOICE = re.compile(
@@ -81,15 +107,15 @@ _REASON = re.compile(r"\s*(?:[.:,;)\-–—]|because\b|since\b|as\b|is\b|\()", r
 def choice_letter(text: str) -> str | None:
     """The one letter that a multiple choice answer states: ``C``, ``(C)``, ``C: the option``, ``C because ...``."""
     text = text.strip(" *_`")
-    if re.fullmatch(r"\(?[a-z][).]*", text) and (text[0] == "(" or text[-1] == ")"):
+    if re.fullmatch(r"\(?[a-z][).]*", text):
         text = text.upper()
     found = _CHOICE.fullmatch(text)
     if found is None:
         return None
     rest = found["rest"]
-    if rest.strip(" .,:;") and (_OTHER_CHOICE.match(rest) or not _REASON.match(rest)):
+    if rest.strip(" .,:;") and (_OTHER_CHOICE.match(rest) or not (found["marked"] or _REASON.match(rest))):
         return None
-    return found[1] or found[2] or found[3]
+    return (found["marked"] or found["bare"]).strip("()[] ")
 
 
 _PERCENT = re.compile(r"%|\bper\s?cent(?:age)?s?\b", re.IGNORECASE)
@@ -143,18 +169,15 @@ class _Comparison:
         return self.answers(gold, answer).right
 
     def alone(self, gold: Answer, answer: Answer) -> bool:
-        """A collection against a value: a ratio may be a fraction; a list of one, and the empty set, be a word."""
+        """A collection against a value: a ratio may be a fraction, and the empty set a word."""
         items, value = (gold, answer) if isinstance(gold, Items) else (answer, gold)
         assert isinstance(items, Items) and isinstance(value, Value)
         if items.kind == "ratio" and len(items.items) == 2:
             left, right = items.items
             assert isinstance(left, Value) and isinstance(right, Value)
-            return self.values(f"({left.text})/({right.text})", value.text).right
-        if items.kind == "set" and not items.items:
-            return squeezed(value.text).lower() in _SAME[0]
-        if len(items.items) == 1 and items.kind == "set":
-            return items is answer and False
-        return False
+            ratio = f"\\frac{{{left.text}}}{{{right.text}}}"
+            return self.values(*((ratio, value.text) if items is gold else (value.text, ratio))).right
+        return items.kind == "set" and not items.items and squeezed(value.text).lower() in _SAME[0]
 
     def items(self, gold: Items, answer: Items) -> bool:
         kinds = {gold.kind, answer.kind}
@@ -162,7 +185,8 @@ class _Comparison:
             return kinds == {"ratio"} and self.in_order(gold.items, answer.items)
         if kinds == {"tuple", "set"}:
             return False
-        if gold.kind == "tuple" or (answer.kind == "tuple" and kinds == {"tuple"}):
+        named = kinds == {"list", "tuple"} and any(isinstance(item, Equation) for item in gold.items)
+        if named or gold.kind == "tuple" or (answer.kind == "tuple" and kinds == {"tuple"}):
             return self.in_order(gold.items, answer.items)
         return self.in_any_order(gold.items, answer.items, distinct="set" in kinds)
 
@@ -285,7 +309,9 @@ class _Comparison:
         percent = [bool(_PERCENT.search(text)) for text in (gold, answer)]
         degrees = [bool(_CIRC.search(text)) for text in (gold, answer)]
         numbers = [_number(_CIRC.sub("", text)) for text in (gold, answer)]
-        if numbers[0] is not None and numbers[1] is not None and degrees[0] == degrees[1]:
+        if numbers[0] is not None and numbers[1] is not None:
+            if _differ(_lead(gold), _lead(answer)):
+                return Outcome(False, "word")  # June 20 is not July 20
             return Outcome(_numbers_equal(gold, answer, numbers[0], numbers[1], percent), "number")
         words = [text for text in (gold, answer) if is_word(text)]
         if len(words) == 2 or (words and not (words[0].isalpha() and len(words[0]) <= 4)):  # xy may be x times y
@@ -326,6 +352,15 @@ class _Comparison:
         """Leave values of expressions to a process that may take its time."""
         if self.algebra is None:
             raise Undecided(*texts)
+
+
+def _lead(text: str) -> str:
+    found = re.match(r"[A-Za-z ]{3,}(?=[\s$]*[-+]?\d)", text)
+    return _words(found[0]) if found and "answer" not in found[0].lower() else ""
+
+
+def _differ(left: str, right: str) -> bool:
+    return bool(left and right and left != right)
 
 
 _ZERO = Node("number", name="0")

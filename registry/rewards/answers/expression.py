@@ -106,12 +106,7 @@ class _Parser:
             elif self.starts_atom():
                 if self.peek()[0] == _NUMBER:
                     raise Unreadable("a number after a factor")
-                mixed = node.op == "number" and node.name.isdigit() and self.peek() == (_COMMAND, "frac")
-                right = self.power()
-                if mixed and right.op == "div" and all(arg.op == "number" for arg in right.args):
-                    node = Node("add", (node, right))  # 2\frac{1}{3} is 7/3
-                else:
-                    node = Node("mul", (node, right))
+                node = Node("mul", (node, self.power()))
             else:
                 return node
 
@@ -165,16 +160,18 @@ class _Parser:
             node = self.sum()
             self.take("}")
             return node
-        kind, value = self.peek()
-        if kind == _NUMBER and len(value) > 1 and value.isdigit():  # \sqrt12 is \sqrt{1}2
-            self.tokens[self.at] = (_NUMBER, value[1:])
-            return Node("number", name=value[0])
         return self.atom()
 
     def atom(self) -> Node:
         kind, value = self.take()
         if kind == _NUMBER:
-            return Node("number", name=value)
+            whole, start = Node("number", name=value), self.at
+            if value.isdigit() and self.took("frac"):
+                part = self.command("frac")
+                if all(arg.op == "number" for arg in part.args):
+                    return Node("add", (whole, part))  # 2\frac{1}{3} is 7/3
+                self.at = start
+            return whole
         if kind == _LETTERS:
             return self.symbol(value)
         if kind == _SIGN and value in "({[|":

@@ -80,29 +80,30 @@ _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 
 
 def tagged(completion: str) -> Extract:
-    """The last ``<answer>...</answer>`` after the thinking, with those it continues; a box around all of it goes."""
+    """The last ``<answer>...</answer>`` after the thinking, with those it continues; what matters of it may be boxed."""
     final = after_thinking(completion)
     if final is None:
         return Extract(None, "thinking never ended")
     marks = [(m.start(), m.end(), m[1].strip()) for m in _ANSWER.finditer(final)]
     answer = joined(final, marks) or ""
     box = last_box(answer)
-    if box and box[:2] == (0, len(answer)):  # <answer>\boxed{5}</answer> is a habit of models trained on boxes
-        answer = box[2]
+    if box and not re.search(r"\d|\bor\b", answer[: box[0]] + answer[box[1] :]):
+        answer = box[2]  # <answer>\boxed{5}</answer> is a habit of models trained on boxes
     return Extract(answer or None, "tag")
 
 
 _HASH = re.compile(r"^[ \t]*####[ \t]*([^\s#][^\n]*)$", re.MULTILINE)
 _LABEL = re.compile(
-    r"""(?:\b(?:final\s+)?answer\b["'*_\s]{0,4}(?:\bis\b|\bare\b|:|：|=)
-        |(?:答案|结果)(?:是|为|：|:))[:：*_\s]{0,6}(?=\S)""",
+    r"""(?:\b(?:answer|option|choice|ответ|réponse|respuesta|antwort)\b["'*_\s]{0,4}(?:\bis\b|\bare\b|:|：|=)
+        |(?:答案|结果)(?:是|为|：|:)|故选)[:：*_\s]{0,6}(?=\S)""",
     re.IGNORECASE | re.VERBOSE,
 )
 _STOP = re.compile(r"[.!?](?=\s|$|\*)|[。！？；\n]")
 _HEDGED = re.compile(
-    r"\b(?:either|maybe|perhaps|possibly|might|could|guess|not|or so|cannot|can't|don't)\b|\.\.\.|…", re.IGNORECASE
+    r"^not\b|\b(?:either|maybe|perhaps|possibly|might|could|guess|or so|unknown|unclear)\b|(?<!\d)\.\.\.|…|\?", re.IGNORECASE
 )
-_CONCLUSION = re.compile(r".*\b(?:is|are|equals|gives|get|to)\s+(?:equal\s+to\s+)?(?=[-+−–$€£\\(\[{.\d])(\S.{0,60})")
+_UNSURE = re.compile(_HEDGED.pattern + r"|\bnot\b|\bor\b|n't\b|\bif\b|\bthan\b", re.IGNORECASE)
+_CONCLUSION = re.compile(r".*(?:\b(?:is|are|equals|gives|get|to)\s|=)\s*(?:equal\s+to\s+)?(?=[-+−–$€£\\(\[{.\d])(\S.{0,60})")
 _IS_THE_ANSWER = re.compile(r"(?:so|thus|therefore|hence)?,?\s*(\S{1,40})\s+is\s+(?:the|my)\s+(?:final\s+)?answer", re.I)
 
 
@@ -119,7 +120,7 @@ def _tidy(statement: str) -> str:
 
 def _sentence(text: str, start: int) -> str:
     stop = _STOP.search(text, start)
-    return text[start : stop.start() + (stop[0] == "!") if stop else len(text)]
+    return text[start : stop.start() + (stop[0] in "!?") if stop else len(text)]
 
 
 def stated(completion: str) -> Extract:
@@ -141,6 +142,8 @@ def stated(completion: str) -> Extract:
         return Extract(box[2] if box else _tidy(hashes[-1][1]) or None, "####")
     if found:
         return Extract(joined(final, found), "box")
+    if bare := re.findall(r"\\(?:boxed|fbox)\s+([^\s{}$\\]+)", final):
+        return Extract(_tidy(bare[-1]) or None, "box without braces")
     if r"\boxed" in final or r"\fbox" in final:
         return Extract(None, "box without an end")
     labels = [_sentence(final, m.end()) for m in _LABEL.finditer(final)]
@@ -149,16 +152,16 @@ def stated(completion: str) -> Extract:
         if len(answers) > MAX_STATEMENTS:
             return Extract(None, "many answers")
         hedged = _HEDGED.search(answers[-1].partition(" because ")[0])
-        return Extract(None, "hedge") if hedged and " " in answers[-1] else Extract(answers[-1] or None, "answer is")
+        return Extract(None, "hedge") if hedged else Extract(answers[-1] or None, "answer is")
     return _conclusion(final)
 
 
 def _conclusion(final: str) -> Extract:
-    if len(final) <= 100 and not re.search(r"[^\W\d_]{2}", final) and parse_number(_tidy(final)) is not None:
-        return Extract(_tidy(final), "bare number")
     last = final[-300:].rpartition("\n")[2]
+    if len(last) <= 100 and not re.search(r"[^\W\d_]{2}", last) and parse_number(_tidy(last)) is not None:
+        return Extract(_tidy(last), "bare number")
     sentence = re.split(r"(?<=[.!?])\s+|[。！？；]", last.rstrip(" 。.!?*"))[-1]
-    if not _HEDGED.search(sentence) and (
+    if not _UNSURE.search(sentence) and (
         found := _IS_THE_ANSWER.fullmatch(sentence.strip()) or _CONCLUSION.fullmatch(sentence)
     ):
         return Extract(_tidy(found[1]) or None, "last sentence")

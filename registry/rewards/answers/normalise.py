@@ -42,6 +42,10 @@ _REWRITES = [
         (r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![a-zA-Z])|(?<=\d)\s*(?:degrees?|deg)\b", r"^\\circ "),
         (r"\b(?:infinity)\b", r"\\infty "),
         (r"\\(?:operatorname|mathbf|mathbb|mathcal|boldsymbol)\s*\*?\s*\{([^{}]*)\}", r" \1 "),
+        (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
+        (r"\{([^{}]+)\\choose(?![a-zA-Z])([^{}]+)\}", r"\\binom{\1}{\2}"),
+        (r"(?<=\d)\s*x\s*(?=10\s*\^)", r"\\times "),
+        (r"(?<=\d) to (?=\d)", ":"),
         (r"\$", " "),
     ]
 ]
@@ -51,6 +55,16 @@ _UNIT_TEXT = re.compile(
     r"(?<=[\w})])\s*\\(?:text(?:bf|rm|it)?|math(?:rm|it)|mbox|hbox)\s*\{\s*([a-zA-Z][a-zA-Z. /^23-]*)\}\s*(?:\^\s*\{?[23]\}?)?\s*\.?$"
 )
 _NOT_A_UNIT = re.compile(r"\b(?:or|and|if|mod|for|when)\b")
+
+
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
+
+
+def _repeated(found: re.Match[str]) -> str:
+    r"""0.1\overline{6} as the fraction (16 - 1)/90."""
+    whole, fixed, cycle = found.groups()
+    numerator = int(whole + fixed + cycle) - int(whole + fixed or 0)
+    return f"\\frac{{{numerator}}}{{{'9' * len(cycle) + '0' * len(fixed)}}}"
 
 
 def unbox(text: str) -> str:
@@ -68,9 +82,10 @@ def normalise(text: str) -> str:
     text = plain(text.replace(r"\$", " ").replace("$", " "))
     for pattern, new in _REWRITES:
         text = pattern.sub(new, text)
-    text = re.sub(r"(?:\^\d){2,}", lambda m: "^{" + m[0].replace("^", "") + "}", text)  # from superscripts
+    text = re.sub(r"(?:\^[-+\d]){2,}", lambda m: "^{" + m[0].replace("^", "") + "}", text)  # from superscripts
     if (unit := _UNIT_TEXT.search(text)) and not _NOT_A_UNIT.search(unit[1]):
         text = text[: unit.start()]
+    text = _REPEATING.sub(_repeated, text)
     text = _TEXT.sub(r" \1 ", text)
     text = _ORDINAL.sub("", text)
     text = re.sub(r"\s+", " ", text).strip()
@@ -80,8 +95,17 @@ def normalise(text: str) -> str:
 
 
 def squeezed(text: str) -> str:
-    """Without spaces: equal texts are equal answers."""
-    return re.sub(r"\s+", "", text)
+    """Without spaces, but for those between digits: equal texts are equal answers."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+
+
+def depth(text: str) -> int:
+    """How deeply brackets nest."""
+    now = deepest = 0
+    for c in text:
+        now += (c in _OPEN) - (c in _CLOSE)
+        deepest = max(deepest, now)
+    return deepest
 
 
 _OPEN, _CLOSE = "([{", ")]}"

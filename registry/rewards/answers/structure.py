@@ -64,7 +64,13 @@ _OR = re.compile(r"\s*(?:,\s*(?:or\b)?|;|\s(?:or|and)\s|\\lor\s)\s*")
 _CUP = re.compile(r"\s*\\cup(?![a-zA-Z])\s*")
 _RELATION = re.compile(r"\s*(\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|\\ne(?![a-zA-Z])|<|>)\s*")
 _EQUALS = re.compile(r"\s*=\s*")
-_NAME = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?'*(?:\s*\(\s*[a-z]\s*(?:,\s*[a-z]\s*)*\))?|\\[a-z]+|[A-Za-z][A-Za-z ]+")
+_NAME = re.compile(
+    r"[A-Za-z](?:_\{?\w+\}?)?'*(?:\s*\(\s*[a-z]\s*(?:,\s*[a-z]\s*)*\))?|\\[a-z]+|[A-Za-z][A-Za-z ]+"
+    r"|\\(?:angle|overline|vec|triangle|bar)\s*\{?\s*[A-Za-z]+\s*\}?|P\s*\([^()=]*\)|\(\s*[a-z](?:\s*,\s*[a-z])*\s*\)"
+    r"|\|\s*[A-Z]{2}\s*\|"
+)
+_REALS = {"R", "allrealnumbers", "allreals", "realnumbers"}
+_SUCH_THAT = re.compile(r"\s*(?:\\mid(?![a-zA-Z])|\||:)\s*")
 _IN = re.compile(r"(?:[A-Za-z](?:_\{?\w+\}?)?|\\[a-z]+)\s*\\in(?![a-zA-Z])\s*")
 _PM = re.compile(r"\\(pm|mp)(?![a-zA-Z])")
 _MATRIX = re.compile(r"\\begin\s*\{([pbvBV]?matrix|array)\}\s*(?:\{[lcr|]*\})?(.*?)\\end\s*\{\1\}", re.DOTALL)
@@ -78,7 +84,7 @@ def is_name(text: str) -> bool:
 
 def read(text: str) -> Answer:
     """The structure of a normalised text; texts of no known structure are a Value."""
-    if parse_number(text) is not None and "=" not in text and not re.search(r"[a-z]{3}", text, re.IGNORECASE):
+    if parse_number(text) is not None and "=" not in text:
         return Value(text)
     if member := _IN.match(text):
         text = text[member.end() :]
@@ -97,7 +103,9 @@ def _union(parts: list[Answer]) -> Answer:
 
 
 def sure(answer: Answer) -> Answer:
-    """A pair, where only an interval makes sense."""
+    """A pair, or the name of the reals, where only an interval makes sense."""
+    if isinstance(answer, Value) and answer.text.replace(" ", "") in _REALS:
+        return Interval(r"-\infty", r"\infty", (False, False))
     if isinstance(answer, Items) and answer.kind == "tuple" and len(answer.items) == 2:
         low, high = answer.items
         if isinstance(low, Value) and isinstance(high, Value):
@@ -125,7 +133,11 @@ def _bracketed(text: str) -> Answer | None:
     if text.startswith(r"\{") and text.endswith(r"\}") and closing(text, 1) == len(text) - 1:
         inner = text[2:-2].strip()
         parts = split(inner, _AND) if inner else []
-        if len(parts) > MAX_ITEMS or not all(parts) or re.search(r"\\mid|\|", inner):
+        builder = split(inner, _SUCH_THAT)
+        if len(builder) == 2:
+            condition = read(builder[1]) if is_name(builder[0]) or _IN.match(builder[0]) else Value(text)
+            return condition if isinstance(condition, Interval | Union) else Value(text)
+        if len(parts) > MAX_ITEMS or not all(parts):
             return Value(text)
         return Items("set", tuple(read(part) for part in parts))
     if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]" or closing(text, 0) != len(text) - 1:
