@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Never
 
 from registry._registry import Name, Registry
 
-
 VERDICTS = ("correct", "wrong", "no_answer", "unverifiable_gold", "timeout", "crash")
 
 

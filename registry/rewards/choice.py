@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from registry.rewards.answers.compare import choice_letter, normalised
+from registry.rewards.answers.compare import normalised
 from registry.rewards.answers.normalise import MAX_ANSWER
+from registry.rewards.answers.words import choice_letter
 from registry.rewards.base import REWARDS, Verdict
 from registry.rewards.verifier import Verifier, verdict
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from registry.rewards.answers.compare import Undecided, compare, normalised
+from registry.rewards.answers.compare import UndecidedError, compare, normalised
 from registry.rewards.answers.normalise import MAX_ANSWER
 from registry.rewards.base import REWARDS, Verdict
 from registry.rewards.verifier import Verifier, verdict
@@ -36,7 +36,7 @@ class AnswerTag(_Ladder):
 def _plain(gold: str, answer: str) -> Verdict:
     try:
         return verdict(*_ordered(compare(gold, answer), answer))
-    except Undecided:
+    except UndecidedError:
         return verdict(False, answer, "not plain")
 
 
@@ -68,7 +68,7 @@ class Math(_Ladder):
         for gold, answer in zip(golds, answers, strict=True):
             try:
                 found.append(verdict(*_ordered(compare(gold, answer), answer)))
-            except Undecided:
+            except UndecidedError:
                 found.append(None)
         hard = [i for i, known in enumerate(found) if known is None]
         cases = list(dict.fromkeys((golds[i], answers[i]) for i in hard))  # a group says the same thing many times

@@ -40,9 +40,9 @@ def _run(program: str, stdin: str = "") -> tuple[dict[str, Any], str]:
     names: dict[str, Any] = {"__name__": "__main__"}
     output = io.StringIO()
     sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()))
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
-        with contextlib.suppress(SystemExit):
-            exec(compile(program, "<program>", "exec"), names)
+    silent = contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO())
+    with silent[0], silent[1], contextlib.suppress(SystemExit):
+        exec(compile(program, "<program>", "exec"), names)
     return names, output.getvalue()
 
 
@@ -62,7 +62,7 @@ def _passes(program: str, tests: dict[str, Any]) -> None:
 
 
 def case(arguments: dict[str, Any]) -> str | None:
-    """Runs ``program`` against ``tests`` (``asserts``, or ``inputs`` and ``outputs``): None if all pass, else why not."""
+    """Runs ``program`` on ``tests`` (``asserts``, or ``inputs`` and ``outputs``): None if all pass, else why not."""
     _confine()
     try:
         _passes(arguments["program"], arguments["tests"])

@@ -1,4 +1,4 @@
-"""The ladder: exact text, exact number, structure, values. What it cannot decide raises ``Undecided``."""
+"""The ladder: exact text, exact number, structure, values. What it cannot decide raises ``UndecidedError``."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -6,8 +6,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from registry.rewards.answers.evaluate import TooLarge, Undefined, equal, exact, tree
-from registry.rewards.answers.expression import Node, Unreadable, symbols
+from registry.rewards.answers.decimals import DECIMAL, is_decimal_of, numbers_equal, rounds_to
+from registry.rewards.answers.evaluate import TooLargeError, UndefinedError, equal, tree
+from registry.rewards.answers.expression import Node, UnreadableError, symbols
 from registry.rewards.answers.normalise import MAX_ANSWER, depth, normalise, squeezed
 from registry.rewards.answers.structure import (
     INFINITE,
@@ -22,13 +23,13 @@ from registry.rewards.answers.structure import (
     read,
     sure,
 )
+from registry.rewards.answers.words import SAME, choice_letter, is_word, lead, letters, unit
 from registry.rewards.numbers import parse_number
-
 
 MAX_NESTING = 40
 
 
-class Undecided(Exception):
+class UndecidedError(Exception):
     """The value of an expression is needed: of which texts."""
 
 
@@ -50,8 +51,8 @@ _number = lru_cache(8192)(parse_number)
 def compare(gold: str, answer: str, algebra: Algebra | None = None) -> Outcome:
     """Whether ``answer`` says what ``gold`` says.
 
-    Without ``algebra`` it takes microseconds, and raises Undecided where the value of an expression is needed. With it,
-    it may take long: call it in a process that can be killed.
+    Without ``algebra`` it takes microseconds, and raises UndecidedError where the value of an expression is needed.
+    With it, it may take long: call it in a process that can be killed.
     """
     if len(gold) > MAX_ANSWER or len(answer) > MAX_ANSWER:
         return Outcome(False, "too long")
@@ -66,84 +67,22 @@ def compare(gold: str, answer: str, algebra: Algebra | None = None) -> Outcome:
         return Outcome(False, "bounds")
     if g.lower() in ("yes", "no", "true", "false") and re.match(rf"{g}\s*[,;]", a, re.IGNORECASE):
         return Outcome(True, "word")  # Yes, because ...
-    if (choice := choice_letter(g)) and choice <= "J" and len(squeezed(g)) <= 3:
+    if (choice := choice_letter(g)) and choice <= "J" and squeezed(g).strip("()[]") == choice:
         return Outcome(choice == choice_letter(a), "choice")
     try:
         return _Comparison(algebra).answers(structure(g), structure(a))
-    except TooLarge:
+    except TooLargeError:
         return Outcome(False, "bounds")
-    except (Undefined, RecursionError):
+    except (UndefinedError, RecursionError):
         return Outcome(False, "undefined")
-
-
-_UNITS = {
-    "mm": "millimeter millimeters", "cm": "centimeter centimeters centimetre centimetres", "m": "meter meters metre metres",
-    "km": "kilometer kilometers kilometre kilometres", "in": "inch inches", "ft": "foot feet", "yd": "yard yards",
-    "mi": "mile miles", "s": "sec second seconds", "min": "minute minutes", "h": "hr hour hours", "g": "gram grams",
-    "kg": "kilogram kilograms", "lb": "pound pounds lbs", "day": "days", "week": "weeks", "year": "years",
-    "dollar": "dollars", "cent": "cents",
-}  # fmt: skip
-_UNIT = {name: unit for unit, names in _UNITS.items() for name in (unit, *names.split())}
-_TRAILING = re.compile(r"\d[\s}]*(?:\\[,; ]|~)?\s*(?:\\(?:text|mathrm|mbox)\s*\{)?[\s~]*([A-Za-z]+)[\s}]*(?:\^\{?[23]\}?)?[.$]*$")
-
-
-def unit(text: str) -> str:
-    """The unit after the number at the end of a text, if it is a common one; else empty."""
-    found = _TRAILING.search(text)
-    return _UNIT.get(found[1], "") if found else ""
-
-
-_CHOICE = re.compile(
-    r"(?:(?:the\s+)?(?:correct\s+)?(?:answer|option|choice)(?:\s+is)?:?\s+)?"
-    r"(?:(?P<marked>[(\[]?\s*[A-Z]\s*[)\]])|(?P<bare>[A-Z]))(?P<rest>(?:[\s.:,;\-–—].*)?)",
-    re.DOTALL,
-)
-_OTHER_CHOICE = re.compile(
-    r"\s*(?:/|&|\+|\b(?:or|and)\b)|[\s.,;:]*\(?[A-Z]\)?\s*(?:[.,;/)]|$|\b(?:or|and)\b)|\s*,\s*\(?[A-Z]\b"
-)
-_REASON = re.compile(r"\s*(?:[.:,;)\-–—]|because\b|since\b|as\b|is\b|\()", re.IGNORECASE)
-
-
-def choice_letter(text: str) -> str | None:
-    """The one letter that a multiple choice answer states: ``C``, ``(C)``, ``C: the option``, ``C because ...``."""
-    text = text.strip(" *_`")
-    if re.fullmatch(r"\(?[a-z][).]*", text):
-        text = text.upper()
-    found = _CHOICE.fullmatch(text)
-    if found is None:
-        return None
-    rest = found["rest"]
-    if rest.strip(" .,:;") and (_OTHER_CHOICE.match(rest) or not (found["marked"] or _REASON.match(rest))):
-        return None
-    return (found["marked"] or found["bare"]).strip("()[] ")
 
 
 _PERCENT = re.compile(r"%|\bper\s?cent(?:age)?s?\b", re.IGNORECASE)
 _CIRC = re.compile(r"\^\\circ(?![a-zA-Z])")
-_DECIMAL = re.compile(r"[-+]?\s*[\d,]*\.(\d+)(?:e[-+]?\d+)?", re.IGNORECASE)
+_FACTOR = re.compile(r"\d\s*[abcdeinpqrtuvwxyz]$")  # 7n is no 7; other letters may be units
 _BASE = re.compile(r"\(?([0-9A-F]+)\)?\s*_\s*\{?\s*(\d+|[a-z]+)\s*\}?")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
           "ten": "10", "twelve": "12", "sixteen": "16"}  # fmt: skip
-_SAME = [
-    {"nosolution", "nosolutions", "nosolutionexists", "norealsolution", "norealsolutions", "emptyset", r"\emptyset",
-     "theemptyset", r"\{\}"},
-    {"undefined", "doesnotexist", "dne", "notdefined", "thelimitdoesnotexist"},
-]  # fmt: skip
-_WORD = re.compile(r"[^\W\d_][^\W\d_'\- .?!]*(?:[\s'\-,.?!]+[^\W\d_]+)*[.?!]?")
-
-
-_LETTERS = re.compile(r"[^\W\d_]{2}")
-
-
-def _digits(text: str) -> int:
-    """Significant digits of a plain decimal; 0 of anything else."""
-    found = _DECIMAL.fullmatch(text.strip())
-    return len(re.sub(r"e.*|\D", "", text.lower()).lstrip("0")) if found else 0
-
-
-def is_word(text: str) -> bool:
-    """Whether a text is words, in which the order of letters counts (AB is not BA)."""
-    return _WORD.fullmatch(text) is not None and bool(_LETTERS.search(text)) and text.lower() != "pi"
 
 
 class _Comparison:
@@ -177,7 +116,7 @@ class _Comparison:
             assert isinstance(left, Value) and isinstance(right, Value)
             ratio = f"\\frac{{{left.text}}}{{{right.text}}}"
             return self.values(*((ratio, value.text) if items is gold else (value.text, ratio))).right
-        return items.kind == "set" and not items.items and squeezed(value.text).lower() in _SAME[0]
+        return items.kind == "set" and not items.items and squeezed(value.text).lower() in SAME[0]
 
     def items(self, gold: Items, answer: Items) -> bool:
         kinds = {gold.kind, answer.kind}
@@ -279,9 +218,7 @@ class _Comparison:
         sides = [tree(side) for side in (*gold, *answer)]
         if any(side is None for side in sides):
             left, right = squeezed(gold[0]) == squeezed(answer[0]), squeezed(gold[1]) == squeezed(answer[1])
-            return (left and self.values(gold[1], answer[1]).right) or (
-                right and self.values(gold[0], answer[0]).right
-            )
+            return (left and self.values(gold[1], answer[1]).right) or (right and self.values(gold[0], answer[0]).right)
         a, b, c, d = (side for side in sides if side is not None)
         g, h = Node("sub", (a, b)), Node("sub", (c, d))
         if symbols(g) != symbols(h) or not symbols(g):
@@ -291,7 +228,7 @@ class _Comparison:
             return equal(Node("mul", (g, _at(h, at))), Node("mul", (h, _at(g, at)))) and not (
                 equal(_at(g, at), _ZERO) or equal(_at(h, at), _ZERO)
             )
-        except (Undefined, Unreadable):
+        except (UndefinedError, UnreadableError):
             return False
 
     # ---- values ------------------------------------------------------------------------------------------------------
@@ -302,20 +239,20 @@ class _Comparison:
             return Outcome(True, "text")
         if g in INFINITE or a in INFINITE:
             return Outcome(INFINITE.get(g, 0) == INFINITE.get(a, 0), "infinity")
-        if any(g.lower() in same and a.lower() in same for same in _SAME):
+        if any(g.lower() in same and a.lower() in same for same in SAME):
             return Outcome(True, "word")
         if (based := _BASE.fullmatch(g)) or _BASE.fullmatch(a):
             return Outcome(self.based(based, g, a), "base")
         percent = [bool(_PERCENT.search(text)) for text in (gold, answer)]
         degrees = [bool(_CIRC.search(text)) for text in (gold, answer)]
-        numbers = [_number(_CIRC.sub("", text)) for text in (gold, answer)]
+        numbers = [None if _FACTOR.search(x) else _number(_CIRC.sub("", x)) for x in (gold, answer)]
         if numbers[0] is not None and numbers[1] is not None:
-            if _differ(_lead(gold), _lead(answer)):
+            if _differ(lead(gold), lead(answer)):
                 return Outcome(False, "word")  # June 20 is not July 20
-            return Outcome(_numbers_equal(gold, answer, numbers[0], numbers[1], percent), "number")
+            return Outcome(numbers_equal(gold, answer, numbers[0], numbers[1], percent), "number")
         words = [text for text in (gold, answer) if is_word(text)]
         if len(words) == 2 or (words and not (words[0].isalpha() and len(words[0]) <= 4)):  # xy may be x times y
-            return Outcome(len(words) == 2 and _words(gold) == _words(answer), "word")
+            return Outcome(len(words) == 2 and letters(gold) == letters(answer), "word")
         return self.expressions(*(_expression(*x) for x in zip((gold, answer), numbers, degrees, percent, strict=True)))
 
     def based(self, found: re.Match[str] | None, gold: str, answer: str) -> bool:
@@ -332,17 +269,16 @@ class _Comparison:
         left, right = tree(gold), tree(answer)
         if left is None or right is None:
             return self.ask(gold, answer)
-        if _decimal_of(answer, left):
+        if is_decimal_of(answer, left):
             return Outcome(True, "decimal")
-        if "." in gold and _rounds_to(right, gold):
+        if "." in gold and rounds_to(right, gold):
             return Outcome(True, "rounded gold")
         try:
             return Outcome(equal(left, right), "value")
-        except Unreadable:
+        except UnreadableError:
             return self.ask(gold, answer)
         except ArithmeticError as error:
-            raise Undefined(str(error)) from error
-
+            raise UndefinedError(str(error)) from error
 
     def ask(self, gold: str, answer: str) -> Outcome:
         assert self.algebra is not None
@@ -351,12 +287,7 @@ class _Comparison:
     def undecided(self, *texts: str) -> None:
         """Leave values of expressions to a process that may take its time."""
         if self.algebra is None:
-            raise Undecided(*texts)
-
-
-def _lead(text: str) -> str:
-    found = re.match(r"[A-Za-z ]{3,}(?=[\s$]*[-+]?\d)", text)
-    return _words(found[0]) if found and "answer" not in found[0].lower() else ""
+            raise UndecidedError(*texts)
 
 
 def _differ(left: str, right: str) -> bool:
@@ -372,65 +303,9 @@ def _at(node: Node, values: dict[str, Node]) -> Node:
     return Node(node.op, tuple(_at(arg, values) for arg in node.args), node.name)
 
 
-def _words(text: str) -> str:
-    text = re.sub(r"^the (?:\w+ ){1,2}(?:is|are) ", "", text.strip().lower())  # the sequence is convergent
-    return re.sub(r"^(?:the|a|an)\s+|[\s.?!,'\-]+", "", text)
-
-
 def _expression(text: str, number: Fraction | None, degrees: bool, percent: bool) -> str:
     """A value as an expression: of a number the number, so that words and units around it go."""
-    if number is not None and not _DECIMAL.fullmatch(text):
+    if number is not None and not DECIMAL.fullmatch(text):
         text = f"({number.numerator})/({number.denominator})" if number.denominator > 1 else str(number.numerator)
         text = f"({text})^\\circ" if degrees else text
     return f"({_PERCENT.sub('', text)})/100" if percent else text
-
-
-def _numbers_equal(gold: str, answer: str, g: Fraction, a: Fraction, percent: list[bool]) -> bool:
-    """Exactly; a percentage may be meant by its number or by its value; float noise is forgiven, rounding is not."""
-    if percent[0] != percent[1]:
-        return a == g or (a / 100 == g if percent[1] else a == g / 100)
-    if a == g:
-        return True
-    if _digits(answer) >= 12:
-        places = len(_DECIMAL.fullmatch(answer.strip())[1]) if "e" not in answer.lower() else 0  # type: ignore[index]
-        ulp = Fraction(1, 10**places) if places else abs(g) / 10**11
-        return abs(a - g) <= max(ulp if _DECIMAL.fullmatch(gold.strip()) is None else 0, abs(g) / 10**15)
-    return bool("." in gold and "/" in answer + _FRACTION.sub("/", answer) and _rounded(a, gold))
-
-
-_FRACTION = re.compile(r"\\frac")
-
-
-def _rounded(value: Fraction, gold: str) -> bool:
-    """Whether a gold of at least three significant digits is the value, rounded."""
-    found = _DECIMAL.fullmatch(gold.strip())
-    if found is None or _digits(gold) < 3 or "e" in gold.lower():
-        return False
-    number = _number(gold)
-    return number is not None and abs(value - number) <= Fraction(1, 2 * 10 ** len(found[1]))
-
-
-def _value(node: Node) -> Fraction | None:
-    """The value of a constant to 60 digits."""
-    from registry.rewards.answers.evaluate import approximate
-
-    if symbols(node):
-        return None
-    known = exact(node)
-    return known if known is not None else approximate(node)
-
-
-def _decimal_of(answer: str, gold: Node) -> bool:
-    """Whether a decimal of at least 12 significant digits is the gold, as far as it goes."""
-    digits = _digits(answer)
-    number = _number(answer) if digits >= 12 else None
-    value = _value(gold) if number is not None else None
-    if number is None or value is None:
-        return False
-    places = len(_DECIMAL.fullmatch(answer.strip())[1])  # type: ignore[index]
-    return abs(number - value) <= max(Fraction(1, 10**places), abs(value) / 10**15)
-
-
-def _rounds_to(answer: Node, gold: str) -> bool:
-    value = _value(answer) if _digits(gold) >= 3 else None
-    return value is not None and _rounded(value, gold)

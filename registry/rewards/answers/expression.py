@@ -13,7 +13,7 @@ FUNCTIONS = {
 CONSTANTS = {"pi", "e", "i", "infty", "circ"}
 
 
-class Unreadable(ValueError):
+class UnreadableError(ValueError):
     """The text is not an expression that this parser knows."""
 
 
@@ -39,11 +39,11 @@ def _tokens(text: str) -> list[tuple[int, str]]:
     while at < len(text):
         found = _TOKEN.match(text, at)
         if found is None or len(tokens) > MAX_TOKENS:
-            raise Unreadable(text[at : at + 20])
+            raise UnreadableError(text[at : at + 20])
         kind, value = found.lastindex or 0, found[found.lastindex or 0]
         if kind == _LETTERS and value.lower() not in FUNCTIONS and value.lower() != "pi":
             if len(value) > 4:
-                raise Unreadable(value)
+                raise UnreadableError(value)
             tokens += [(_LETTERS, letter) for letter in value]  # xy is x times y
         elif kind == _LETTERS:
             tokens.append((_COMMAND, value.lower()))
@@ -73,7 +73,7 @@ class _Parser:
     def take(self, value: str | None = None) -> tuple[int, str]:
         token = self.peek()
         if not token[0] or (value is not None and token[1] != value):
-            raise Unreadable(f"{value or 'more'} is missing")
+            raise UnreadableError(f"{value or 'more'} is missing")
         self.at += 1
         return token
 
@@ -87,7 +87,7 @@ class _Parser:
     def sum(self) -> Node:
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise Unreadable("nested too deeply")
+            raise UnreadableError("nested too deeply")
         node = self.product()
         while sign := self.took("+", "-"):
             node = Node("add" if sign == "+" else "sub", (node, self.product()))
@@ -105,7 +105,7 @@ class _Parser:
                 node = Node("div", (node, self.signed()))
             elif self.starts_atom():
                 if self.peek()[0] == _NUMBER:
-                    raise Unreadable("a number after a factor")
+                    raise UnreadableError("a number after a factor")
                 node = Node("mul", (node, self.power()))
             else:
                 return node
@@ -119,7 +119,7 @@ class _Parser:
     def signed(self) -> Node:
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise Unreadable("nested too deeply")
+            raise UnreadableError("nested too deeply")
         if sign := self.took("-", "+"):
             node = self.signed()
             node = Node("neg", (node,)) if sign == "-" else node
@@ -180,7 +180,7 @@ class _Parser:
             return Node("abs", (node,)) if value == "|" else node
         if kind == _COMMAND:
             return self.command(value)
-        raise Unreadable(value)
+        raise UnreadableError(value)
 
     def symbol(self, name: str) -> Node:
         if self.took("_"):
@@ -192,7 +192,7 @@ class _Parser:
                 self.take("}")
                 value = "".join(inner)
             elif kind == _SIGN:
-                raise Unreadable("subscript")
+                raise UnreadableError("subscript")
             return Node("symbol", name=f"{name}_{value}")
         return Node(name) if name in ("e", "i") else Node("symbol", name=name)
 
@@ -217,7 +217,7 @@ class _Parser:
             return self.symbol(name)
         if name in FUNCTIONS:
             return self.function(name)
-        raise Unreadable(name)
+        raise UnreadableError(name)
 
     def function(self, name: str) -> Node:
         base = self.group() if self.took("_") else None
@@ -229,7 +229,7 @@ class _Parser:
             while self.starts_atom() and self.peek()[1] not in FUNCTIONS and self.peek()[1] not in "([":
                 argument = Node("mul", (argument, self.power()))
         if power is not None and power == Node("neg", (Node("number", name="1"),)):
-            raise Unreadable("an inverse function")
+            raise UnreadableError("an inverse function")
         node = Node(name, (argument,)) if base is None else Node(name, (argument, base))
         return node if power is None else Node("pow", (node, power))
 
@@ -239,7 +239,7 @@ class _Parser:
         self.take("{")
         index = self.atom()
         if index.op not in ("symbol", "i") or self.peek()[1] != "=":
-            raise Unreadable("index of a series")
+            raise UnreadableError("index of a series")
         self.take()
         first = self.sum()
         self.take("}")
@@ -249,11 +249,11 @@ class _Parser:
 
 
 def parse(text: str) -> Node:
-    """The tree of an expression; Unreadable for all that is not one. ``text`` is normalised."""
+    """The tree of an expression; UnreadableError for all that is not one. ``text`` is normalised."""
     parser = _Parser(text)
     node = parser.sum()
     if parser.peek()[0]:
-        raise Unreadable(parser.peek()[1])
+        raise UnreadableError(parser.peek()[1])
     return node
 
 

@@ -11,6 +11,8 @@ from registry.rewards.numbers import parse_number
 
 MAX_STATEMENTS = 2  # an answer and its correction; more are an enumeration that hopes to hit
 
+MAX_SENTENCE = 400
+
 
 class Extract(NamedTuple):
     """An answer and the rule that found it; without an answer, why there is none."""
@@ -32,7 +34,7 @@ _BETWEEN = re.compile(
 
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
-    r"""Start, end and content of each ``\boxed{...}`` or ``\fbox{...}`` with balanced braces (``\{`` is none), by start.
+    r"""Start, end and content of each ``\boxed{...}`` or ``\fbox{...}`` with balanced braces (``\{`` is none).
 
     One pass with a stack: looking for the end of each box anew would take quadratic time on a completion full of
     ``\boxed{``.
@@ -80,7 +82,7 @@ _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 
 
 def tagged(completion: str) -> Extract:
-    """The last ``<answer>...</answer>`` after the thinking, with those it continues; what matters of it may be boxed."""
+    """The last ``<answer>...</answer>`` after the thinking, with those it continues; its content may be boxed."""
     final = after_thinking(completion)
     if final is None:
         return Extract(None, "thinking never ended")
@@ -100,17 +102,22 @@ _LABEL = re.compile(
 )
 _STOP = re.compile(r"[.!?](?=\s|$|\*)|[。！？；\n]")
 _HEDGED = re.compile(
-    r"^not\b|\b(?:either|maybe|perhaps|possibly|might|could|guess|or so|unknown|unclear)\b|(?<!\d)\.\.\.|…|\?", re.IGNORECASE
+    r"^not\b|\b(?:either|maybe|perhaps|possibly|might|could|guess|or so|unknown|unclear)\b|(?<!\d)\.\.\.|…|\?",
+    re.IGNORECASE,
 )
 _UNSURE = re.compile(_HEDGED.pattern + r"|\bnot\b|\bor\b|n't\b|\bif\b|\bthan\b", re.IGNORECASE)
-_CONCLUSION = re.compile(r".*(?:\b(?:is|are|equals|gives|get|to)\s|=)\s*(?:equal\s+to\s+)?(?=[-+−–$€£\\(\[{.\d])(\S.{0,60})")
-_IS_THE_ANSWER = re.compile(r"(?:so|thus|therefore|hence)?,?\s*(\S{1,40})\s+is\s+(?:the|my)\s+(?:final\s+)?answer", re.I)
+_CONCLUSION = re.compile(
+    r".*(?:\b(?:is|are|equals|gives|get|to)\s|=)\s*(?:equal\s+to\s+)?(?=[-+−–$€£\\(\[{.\d])(\S.{0,60})"
+)
+_IS_THE_ANSWER = re.compile(
+    r"(?:so|thus|therefore|hence)?,?\s*(\S{1,40})\s+is\s+(?:the|my)\s+(?:final\s+)?answer", re.IGNORECASE
+)
 
 
 def _tidy(statement: str) -> str:
     r"""A statement without emphasis and math delimiters around it and the stop after it."""
     text = statement.strip()
-    while text != (text := text.strip(" \t*_`\"。，,;").removesuffix(".")):
+    while text != (text := text.strip(' \t*_`"。，,;').removesuffix(".")):
         pass
     for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         if text.startswith(left) and text.endswith(right) and len(text) > 2 * len(left):
@@ -119,13 +126,13 @@ def _tidy(statement: str) -> str:
 
 
 def _sentence(text: str, start: int) -> str:
-    stop = _STOP.search(text, start)
-    return text[start : stop.start() + (stop[0] in "!?") if stop else len(text)]
+    stop = _STOP.search(text, start, start + MAX_SENTENCE)
+    return text[start : stop.start() + (stop[0] in "!?") if stop else start + MAX_SENTENCE]
 
 
 def stated(completion: str) -> Extract:
     """The answer wherever it is plainly stated: the last box or ``####`` line; without them the last "the answer is";
-    without that a last sentence that ends in "is ..." or a text that is nothing but a number.
+    without that a last sentence that ends in "is ..." or a text that is nothing but an expression.
     """
     final = after_thinking(completion)
     if final is None:
@@ -135,8 +142,9 @@ def stated(completion: str) -> Extract:
     if tags.text is not None:
         return tags
     found = boxes(final)
-    last_line = final.rfind("\n") + 1
-    hashes = [m for m in _HASH.finditer(final) if not m[1][0].isalpha() or m.start() >= last_line]  # else a headline
+    hashes = list(_HASH.finditer(final))
+    if found or not hashes or final.find("\n", hashes[-1].start()) >= 0:
+        hashes = [mark for mark in hashes if not mark[1][0].isalpha()]  # those are headlines
     if hashes and (not found or hashes[-1].start() > found[-1][1]):
         box = last_box(hashes[-1][1])
         return Extract(box[2] if box else _tidy(hashes[-1][1]) or None, "####")
@@ -165,6 +173,8 @@ def _conclusion(final: str) -> Extract:
         found := _IS_THE_ANSWER.fullmatch(sentence.strip()) or _CONCLUSION.fullmatch(sentence)
     ):
         return Extract(_tidy(found[1]) or None, "last sentence")
+    if last == final and len(last) <= 60 and not re.search(r"(?<![\\a-zA-Z])[^\W\d_]{2}", last):
+        return Extract(_tidy(last) or None, "bare expression")
     return Extract(None, "no answer")
 
 
@@ -173,7 +183,9 @@ def code_block(completion: str) -> Extract:
     final = after_thinking(completion)
     if final is None:
         return Extract(None, "thinking never ended")
-    code, block, language = None, None, ""
+    code: list[str] | None = None
+    block: list[str] | None = None
+    language = ""
     for line in final.split("\n"):
         fence = line.strip()
         if block is None and fence.startswith("```"):

@@ -7,13 +7,19 @@ from registry.rewards.numbers import plain
 MAX_ANSWER = 1_000
 """Longer answers (in characters) are refused before anything looks at them."""
 
+_GREEK = {
+    "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "δ": r"\delta ", "λ": r"\lambda ", "μ": r"\mu ",
+    "σ": r"\sigma ", "φ": r"\phi ", "ω": r"\omega ", "Δ": r"\Delta ", "Ω": r"\Omega ",
+}  # fmt: skip
 _UNICODE = {
     "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
-    "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "π": r"\pi ", "√": r"\sqrt ", "∈": r"\in ", "±": r"\pm ",
+    "∞": r"\infty ", **_GREEK, "∪": r"\cup ", "∩": r"\cap ", "π": r"\pi ", "√": r"\sqrt ", "∈": r"\in ", "±": r"\pm ",
     "∅": r"\emptyset ", "°": r"^\circ ", "θ": r"\theta ", "。": ".", "、": ",", "，": ",", "；": ";",
     "⟨": "(", "⟩": ")", "″": '"', "′": "'",
 }  # fmt: skip
-_KNOWN = "frac|dfrac|tfrac|sqrt|pi|text|left|right|infty|cdot|circ|times|pm|cup|in|le|ge|leq|geq|theta|mathrm|log|ln|sin|cos|tan"  # noqa: E501
+_KNOWN = (
+    "frac|dfrac|tfrac|sqrt|pi|text|left|right|infty|cdot|circ|times|pm|cup|in|le|ge|leq|geq|theta|mathrm|log|ln|sin|cos"
+)
 _REWRITES = [
     (re.compile(pattern), new)
     for pattern, new in [
@@ -44,6 +50,7 @@ _REWRITES = [
         (r"\\(?:operatorname|mathbf|mathbb|mathcal|boldsymbol)\s*\*?\s*\{([^{}]*)\}", r" \1 "),
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
         (r"\{([^{}]+)\\choose(?![a-zA-Z])([^{}]+)\}", r"\\binom{\1}{\2}"),
+        (r"\{([^{}]+)\\over(?![a-zA-Z])([^{}]+)\}", r"\\frac{\1}{\2}"),
         (r"(?<=\d)\s*x\s*(?=10\s*\^)", r"\\times "),
         (r"(?<=\d) to (?=\d)", ":"),
         (r"\$", " "),
@@ -52,11 +59,13 @@ _REWRITES = [
 _TEXT = re.compile(r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|math(?:rm|it|sf)|mbox|hbox)\s*\{([^{}]*)\}")
 _ORDINAL = re.compile(r"(?<=\d)\s*\^?\s*\{?\s*(?:st|nd|rd|th)\s*\}?(?![a-zA-Z])")
 _UNIT_TEXT = re.compile(
-    r"(?<=[\w})])\s*\\(?:text(?:bf|rm|it)?|math(?:rm|it)|mbox|hbox)\s*\{\s*([a-zA-Z][a-zA-Z. /^23-]*)\}\s*(?:\^\s*\{?[23]\}?)?\s*\.?$"
+    r"(?<=[\w})])\s*\\(?:text(?:bf|rm|it)?|math(?:rm|it)|mbox|hbox)\s*\{\s*([a-zA-Z][a-zA-Z. /^23-]*)\}"
+    r"\s*(?:\^\s*\{?[23]\}?)?\s*\.?$"
 )
 _NOT_A_UNIT = re.compile(r"\b(?:or|and|if|mod|for|when)\b")
 
 
+_SUPER = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
 
 
@@ -77,19 +86,19 @@ def unbox(text: str) -> str:
 def normalise(text: str) -> str:
     """The text in one spelling: ASCII digits and signs, one form of each command, no delimiters, no final stop."""
     text = re.sub(r"√\s*(\d+)", r"\\sqrt{\1}", text)
+    text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]{2,}", lambda m: "^{" + m[0].translate(_SUPER) + "}", text)
     text = "".join(_UNICODE.get(c, c) for c in text)
     # plain() takes currency signs away, the math delimiter $ among them; \$ too.
     text = plain(text.replace(r"\$", " ").replace("$", " "))
     for pattern, new in _REWRITES:
         text = pattern.sub(new, text)
-    text = re.sub(r"(?:\^[-+\d]){2,}", lambda m: "^{" + m[0].replace("^", "") + "}", text)  # from superscripts
     if (unit := _UNIT_TEXT.search(text)) and not _NOT_A_UNIT.search(unit[1]):
         text = text[: unit.start()]
     text = _REPEATING.sub(_repeated, text)
     text = _TEXT.sub(r" \1 ", text)
     text = _ORDINAL.sub("", text)
     text = re.sub(r"\s+", " ", text).strip()
-    while text != (text := unbox(text.strip().rstrip(".,;:").strip())):
+    while text != (text := unbox(text.strip().rstrip(".,;:\\").strip())):
         pass
     return text
 

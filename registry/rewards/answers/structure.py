@@ -117,9 +117,8 @@ def _listed(text: str) -> Answer | None:
     parts = split(text, _AND)
     if len(parts) < 2 or len(parts) > MAX_ITEMS or not all(parts):
         return None
-    if re.search(r"[a-zA-Z]{4}", re.sub(r"\\[a-zA-Z]+", "", text)) and not re.search(r"\d|\\", text):
-        if "," not in text:
-            return Value(text)  # prose
+    if re.search(r"[a-zA-Z]{4}", text) and not re.search(r"[\d\\,]", text):
+        return Value(text)  # prose
     relations = [split(part, _RELATION) for part in parts]
     if all(len(sides) > 1 for sides in relations) and " and " not in text:
         return Union(tuple(read(part) for part in parts))

@@ -71,9 +71,7 @@ def _parsed(text: str) -> list[Any]:
 
     config = (LatexExtractionConfig(boxed_match_priority=0),)
     boxed = f"$\\boxed{{{text}}}$"
-    return list(
-        parse(boxed, extraction_config=config, fallback_mode="no_fallback", extraction_mode="first_match")
-    )
+    return list(parse(boxed, extraction_config=config, fallback_mode="no_fallback", extraction_mode="first_match"))
 
 
 def warm_up() -> None:
