@@ -1,5 +1,6 @@
 """The ladder that compares answers: known right and wrong answers by kind, exactness, bounds."""
 
+import contextlib
 import json
 import os
 import time
@@ -87,7 +88,8 @@ def test_code_block(completion: str, program: str | None) -> None:
 
 
 HOSTILE = [
-    r"\boxed{" * 5_000, r"\boxed{1}" * 5_000, "<answer>" * 5_000, "<answer>1</answer>" * 5_000, "$" * 20_000, "(" * 20_000,
+    r"\boxed{" * 5_000, r"\boxed{1}" * 5_000, "<answer>" * 5_000, "<answer>1</answer>" * 5_000, "$" * 20_000,
+    "(" * 20_000,
     "The answer is " * 5_000, "#### 1\n" * 5_000, "```python\n" * 5_000, "1 " * 20_000, "is " * 10_000, "." * 30_000,
     "a" * 30_000, "</think>" * 5_000, "x" + " " * 30_000 + "x",
 ]  # fmt: skip
@@ -102,14 +104,14 @@ def test_extraction_takes_linear_time(text: str) -> None:
     assert time.process_time() - start < 3.0
 
 
-@pytest.mark.parametrize("text", [text[:1_000] for text in HOSTILE] + ["1," * 499, r"\frac" * 199, "{" * 999, "1:" * 499])
+@pytest.mark.parametrize(
+    "text", [text[:1_000] for text in HOSTILE] + ["1," * 499, r"\frac" * 199, "{" * 999, "1:" * 499]
+)
 def test_the_first_rungs_take_bounded_time(text: str) -> None:
     start = time.process_time()
     for gold in ("5", r"\{1,2\}", "x=1", "A", "(0,1)", "word"):
-        try:
+        with contextlib.suppress(UndecidedError):
             assert not compare(gold, text).right
-        except UndecidedError:
-            pass
     assert time.process_time() - start < 2.0
 
 
@@ -168,14 +170,16 @@ def test_only_values_of_expressions_need_a_worker() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "9^{9^{9}}", "10^{99999}", "(10^8)!", "1000!", "9" * 60, "(" * 20 + "1" + ")" * 20, "__import__('os')", "os.system",
-        r"\undefined{1}", "x" * 301, "{1", "1}", "1e9999", r"\sum_{k=1}^{1000000} k", "eval(1)",
+        "9^{9^{9}}", "10^{99999}", "(10^8)!", "1000!", "9" * 60, "(" * 20 + "1" + ")" * 20, "__import__('os')",
+        "os.system", r"\undefined{1}", "x" * 301, "{1", "1}", "1e9999", r"\sum_{k=1}^{1000000} k", "eval(1)",
     ],
 )  # fmt: skip
 def test_refused_by_the_algebra_system(text: str) -> None:
     assert refusal(text) is not None
 
 
-@pytest.mark.parametrize("text", [r"\int_0^1 2x dx", r"\lim_{x \to 0} \frac{\sin x}{x}", r"\sum_{k=1}^{\infty} 2^{-k}", "5!"])
+@pytest.mark.parametrize(
+    "text", [r"\int_0^1 2x dx", r"\lim_{x \to 0} \frac{\sin x}{x}", r"\sum_{k=1}^{\infty} 2^{-k}", "5!"]
+)
 def test_admitted_to_the_algebra_system(text: str) -> None:
     assert refusal(text) is None

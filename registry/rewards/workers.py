@@ -133,7 +133,8 @@ class Pool:
         self.isolated = hello == b"!"
         if not hello:
             _, error = self._zygote.communicate(timeout=START_SECONDS)
-            raise RuntimeError(f"the workers of {self.function} do not start: {error.decode()[-300:].strip()}")
+            reason = (error.decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
+            raise RuntimeError(f"the workers of {self.function} do not start: {reason}")
 
     def _fork(self) -> _Worker:
         assert self._command is not None

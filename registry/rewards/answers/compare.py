@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from registry.rewards.answers.decimals import DECIMAL, is_decimal_of, numbers_equal, rounds_to
-from registry.rewards.answers.evaluate import TooLargeError, UndefinedError, equal, tree
+from registry.rewards.answers.evaluate import equal, tree
+from registry.rewards.answers.exact import TooLargeError, UndefinedError
 from registry.rewards.answers.expression import Node, UnreadableError, symbols
 from registry.rewards.answers.normalise import MAX_ANSWER, depth, normalise, squeezed
 from registry.rewards.answers.structure import (
