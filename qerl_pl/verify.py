@@ -12,7 +12,6 @@ from registry.rewards import REWARDS, VERDICTS, AnswerFormat, AnswerTag, Choice,
 from registry.rewards.gsm8k import GSM8K
 
 TASKS = {"gsm8k": GSM8K, "math": Math, "mcq": Choice, "choice": Choice, "answer_tag": AnswerTag}
-_HUNG, _CRASHED = "timeout", "crash"
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,7 @@ class Row:
     debatable: bool
     verdict: str
     extracted: str | None
+    rule: str
     gold: str
 
     @property
@@ -98,7 +98,7 @@ def score_rows(rows: Sequence[dict[str, Any]], reward: str | None, workers: int,
             row = rows[i]
             found[i] = Row(
                 row["line"], str(row.get("kind") or task), row.get("expected"), bool(row.get("debatable")),
-                verdict.verdict, verdict.extracted, str(row["gold"]),
+                verdict.verdict, verdict.extracted, verdict.rule, str(row["gold"]),
             )  # fmt: skip
     return [found[i] for i in range(len(rows))]
 
@@ -125,7 +125,8 @@ def table(rows: Sequence[Row], wrong: bool = False) -> list[str]:
     bad = sorted({row.gold for row in rows if row.verdict == "unverifiable_gold"})
     lines += [f"{len(bad)} golds cannot be verified, such as {bad[0][:80]!r}"] if bad else []
     if judged:
-        hung, crashed = (sum(row.verdict == name for row in rows) for name in (_HUNG, _CRASHED))
+        hung = sum(row.verdict == "timeout" and row.rule == "killed" for row in rows)
+        crashed = sum(row.verdict == "crash" for row in rows)
         lines.append(
             f"verify: {sum(row.right for row in judged)} of {len(judged)} right, {hung} hung, {crashed} crashed"
         )

@@ -133,7 +133,29 @@ def test_math_asks_once_for_what_is_said_many_times() -> None:
     reward._pool = type("Counting", (), {"run": lambda self, cases: asked.extend(cases) or run(cases)})()  # type: ignore[assignment]
     paid = reward(["p"] * 5, ["c"] * 5, answer=["2x"] * 5, extracted=["x+x", "x+x", "x", "x+x", "2x"])
     assert paid == [1.0, 1.0, 0.0, 1.0, 1.0]
-    assert asked == [("2x", "x+x"), ("2x", "x")]
+    assert asked == [("2x", "x+x", 3.0), ("2x", "x", 3.0)]  # the alarm, at 60 % of 5 s
+
+
+def test_an_integral_that_never_ends() -> None:
+    """The worker hears its alarm, and lives on."""
+    reward = Math(workers=1, timeout=1.5)
+    paid = reward(["p"] * 2, ["c"] * 2, answer=["1", "2x"], extracted=[r"\int_0^1 \sin(x^x) e^{\cos x} \,dx", "x+x"])
+    assert paid == [0.0, 1.0]
+    assert [(verdict.verdict, verdict.rule) for verdict in reward.verdicts] == [
+        ("timeout", "alarm"),
+        ("correct", "value"),
+    ]
+
+
+def test_what_math_verify_adds() -> None:
+    golds = ["1", r"\frac{\pi^2}{6}", "1", "2"]
+    answers = [
+        r"\int_0^1 2x\,dx",
+        r"\sum_{k=1}^{\infty} \frac{1}{k^2}",
+        r"\lim_{x\to0}\frac{\sin x}{x}",
+        r"\int_0^1 2x\,dx",
+    ]
+    assert Math(timeout=60)(["p"] * 4, ["c"] * 4, answer=golds, extracted=answers) == [1.0, 1.0, 1.0, 0.0]
 
 
 def test_regex_that_never_ends() -> None:

@@ -10,6 +10,7 @@ from registry.rewards.base import REWARDS, Verdict
 from registry.rewards.verifier import Verifier, verdict
 from registry.rewards.workers import shared_pool
 
+ALARM = 0.6  # of the timeout: a worker that hears it need not be killed
 MAX_WORDS = 12  # of a gold: nobody hits a longer sentence
 
 
@@ -72,11 +73,14 @@ class Math(_Ladder):
                 found.append(None)
         hard = [i for i, known in enumerate(found) if known is None]
         cases = list(dict.fromkeys((golds[i], answers[i]) for i in hard))  # a group says the same thing many times
-        done = dict(zip(cases, self._pool.run(cases), strict=True))
+        alarm = self.timeout * ALARM
+        done = dict(zip(cases, self._pool.run([(*case, alarm) for case in cases]), strict=True))
         for i in hard:
             status, value, ms = done[golds[i], answers[i]]
-            if status == "ok":
+            if status == "ok" and value[1] == "alarm":
+                found[i] = Verdict(0.0, "timeout", answers[i], "alarm", ms)
+            elif status == "ok":
                 found[i] = verdict(value[0], answers[i], value[1], ms)
             else:
-                found[i] = Verdict(0.0, status, answers[i], "worker", ms)
+                found[i] = Verdict(0.0, status, answers[i], "killed", ms)
         return [known for known in found if known is not None]
