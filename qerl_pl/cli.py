@@ -14,6 +14,7 @@ commands:
   validate    pass@1 on the validation prompts
   test        pass@1 on the test prompts
   bench       speed and memory by model shape, beside other libraries: qerl-pl bench --help
+  verify      score answers, check the golds of your data: qerl-pl verify --help
   demo        train the embedded model on the CPU, in minutes, and show what it learned
 
 Every setting can be given in YAML or on the command line:
@@ -41,6 +42,8 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"qerl-pl {__version__}")
     elif args[0] == "demo":
         _run(lambda: _demo(args[1:]))
+    elif args[0] == "verify":
+        _run(lambda: _verify(args[1:]))
     elif args[0] == "bench":
         _run(lambda: _bench(args[1:]))
     else:
@@ -51,6 +54,12 @@ def _demo(args: Sequence[str]) -> None:
     from qerl_pl.demo import demo
 
     demo(args)
+
+
+def _verify(args: Sequence[str]) -> None:
+    from qerl_pl.verify import verify
+
+    sys.exit(verify(args))
 
 
 def _bench(args: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qerl_pl.types import Completion, Prompt
-from registry.rewards import AnswerFormat, Reward, checked_scores, gold_answer
+from registry.rewards import VERDICTS, AnswerFormat, Reward, checked_scores, gold_answer
 
 COMPUTED = ("prompts", "completions", "extracted", "well_formed", "completion_ids", "finished")
 """What rewards receive besides the columns of the data, which must not have these names."""
@@ -69,6 +69,16 @@ def score(
     return parts, totals
 
 
+def verdict_rates(rewards: Sequence[Reward]) -> dict[str, float]:
+    """``<reward>/<verdict>``: the fraction of the completions of the last ``score`` with that verdict."""
+    return {
+        f"{key}/{name}": sum(verdict.verdict == name for verdict in reward.verdicts) / len(reward.verdicts)
+        for key, reward in zip(reward_keys(rewards), rewards, strict=True)
+        if reward.verdicts
+        for name in VERDICTS
+    }
+
+
 def shortfalls(answer_format: AnswerFormat, rewards: Sequence[Reward], prompts: Sequence[Prompt]) -> list[str]:
     """For each prompt, why a perfect completion, as the answer format renders it, does not earn the full reward, or "".
 
@@ -130,5 +140,5 @@ def unverifiable(rewards: Sequence[Reward], prompts: Sequence[Prompt]) -> list[i
     if not checks or not prompts:
         return []
     columns = _columns(prompts)
-    found = [set(getattr(reward, "unverifiable", lambda **_: [])(**columns)) for reward in checks]
+    found = [set(reward.unverifiable(**columns)) for reward in checks]
     return sorted(set.intersection(*found))

@@ -13,7 +13,7 @@ from torch import Tensor
 from qerl_pl.advantages import group_advantages
 from qerl_pl.engine.base import Engine
 from qerl_pl.prompts import Prompts, stream_index
-from qerl_pl.rewards import score
+from qerl_pl.rewards import score, verdict_rates
 from qerl_pl.seeds import derive_seed
 from qerl_pl.types import Completion, Prompt, RolloutBatch, Sampling
 from registry.rewards import AnswerFormat, Reward
@@ -56,6 +56,7 @@ class Collector:
         batch.rewards = torch.tensor(totals, dtype=torch.float32)
         nan = float("nan")
         batch.reward_parts = {k: torch.tensor([nan if v is None else v for v in values]) for k, values in parts.items()}
+        batch.notes = {f"rewards/{name}": rate for name, rate in verdict_rates(self.rewards).items()}
         batch.advantages = self._advantages(batch)
         batch.step, batch.temperature = step, sampling.temperature
         batch.seconds = {"rollout": sampled - started, "reward": time.perf_counter() - sampled}
@@ -173,7 +174,12 @@ class TrainingRollouts:
         batch = self.collector.join(parts)
         for phase in rounds[0][0].seconds:  # what was dropped took time too
             batch.seconds[phase] = sum(rollout.seconds[phase] for rollout, _, _ in rounds)
-        batch.notes = {
+        completions = sum(len(rollout) for rollout, _, _ in rounds)
+        batch.notes = {  # verdicts of all that was sampled
+            name: sum(rollout.notes[name] * len(rollout) for rollout, _, _ in rounds) / completions
+            for name in rounds[0][0].notes
+        }
+        batch.notes |= {
             "dynamic_sampling/acceptance": sum(len(r.groups.unique()) - len(equal) for r, _, equal in rounds) / sampled,
             "dynamic_sampling/rounds": float(len(rounds)),
             "dynamic_sampling/filled_up": float(filled),

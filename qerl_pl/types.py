@@ -93,18 +93,15 @@ class RolloutBatch:
         lengths = self.completion_mask.sum(-1).float()
         known = self.rewards[~self.rewards.isnan()]
         parts = {f"rewards/{k}/mean": float(v.nanmean()) for k, v in self.reward_parts.items()}
-        return (
-            self.notes
-            | parts
-            | {
-                "reward": float(known.mean()) if len(known) else float("nan"),
-                "reward_std": float(known.std()) if len(known) > 1 else 0.0,
-                "frac_reward_zero_std": zero_std_fraction(self.rewards, self.groups),
-                "completions/mean_length": float(lengths.mean()),
-                "completions/max_length": float(lengths.max()),
-                "completions/clipped_ratio": 1 - float(self.finished.float().mean()),
-            }
-        )
+        parts |= self.notes
+        return parts | {
+            "reward": float(known.mean()) if len(known) else float("nan"),
+            "reward_std": float(known.std()) if len(known) > 1 else 0.0,
+            "frac_reward_zero_std": zero_std_fraction(self.rewards, self.groups),
+            "completions/mean_length": float(lengths.mean()),
+            "completions/max_length": float(lengths.max()),
+            "completions/clipped_ratio": 1 - float(self.finished.float().mean()),
+        }
 
     def __len__(self) -> int:
         return len(self.lengths)

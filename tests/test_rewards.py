@@ -7,9 +7,22 @@ from typing import Any
 
 import pytest
 
-from qerl_pl.rewards import check_answer_format, reward_keys, score
+from qerl_pl.rewards import check_answer_format, reward_keys, score, verdict_rates
 from qerl_pl.types import Completion, Prompt
-from registry.rewards import GSM8K, REWARDS, Boxed, Format, PythonReward, Reward, ThinkAnswer
+from registry.rewards import (
+    GSM8K,
+    REWARDS,
+    AnswerTag,
+    Boxed,
+    Choice,
+    Format,
+    Math,
+    PythonReward,
+    Regex,
+    Reward,
+    ThinkAnswer,
+)
+from registry.rewards import Length as LengthReward
 from registry.rewards.answer_formats import AnswerFormat
 
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "data" / "word_problems.jsonl").read_text().splitlines()]
@@ -79,7 +92,8 @@ def test_format() -> None:
 
 
 def test_names_and_weights() -> None:
-    assert {name: REWARDS[name] for name in REWARDS} == {"format": Format, "gsm8k": GSM8K, "python": PythonReward}
+    assert list(REWARDS) == ["answer_tag", "choice", "code", "format", "gsm8k", "length", "math", "python", "regex"]
+    assert (REWARDS["format"], REWARDS["gsm8k"], REWARDS["python"]) == (Format, GSM8K, PythonReward)
     assert (GSM8K().name, GSM8K().weight, Format(weight=0.1).name, Format(weight=0.1).weight) == (
         "gsm8k",
         1.0,
@@ -154,6 +168,81 @@ def test_rewards_of_the_same_name_are_numbered() -> None:
     parts, totals = score(rewards, ThinkAnswer(), [prompt()], [completion(GOOD)])
     assert list(parts) == ["format", "gsm8k", "format_2", "format_3"]
     assert totals == pytest.approx([1.6])
+
+
+def test_verdict_rates() -> None:
+    """Of the last score; rewards without verdicts have none."""
+    rewards = [GSM8K(), Format(weight=0.1), GSM8K()]
+    assert verdict_rates(rewards) == {}
+    prompts = [prompt("#### 4"), prompt("unknown"), prompt("#### 4"), prompt("#### 4")]
+    score(rewards, ThinkAnswer(), prompts, [completion(text) for text in (GOOD, GOOD, WRONG, CUT)])
+    rates = {"correct": 0.25, "wrong": 0.25, "no_answer": 0.25, "unverifiable_gold": 0.25, "timeout": 0, "crash": 0}
+    assert verdict_rates(rewards) == {
+        f"{key}/{name}": rate for key in ("gsm8k", "gsm8k_2") for name, rate in rates.items()
+    }
+
+
+def test_verdicts_say_what_was_read_and_by_which_rule() -> None:
+    reward = GSM8K()
+    reward(["p"] * 2, ["c"] * 2, answer=["#### 4", None], extracted=["4.0", "4"])
+    assert reward.verdicts == [(1.0, "correct", "4.0", "number", 0.0), (None, "unverifiable_gold", "4", "gold", 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("reward", "golds", "never"),
+    [
+        (GSM8K(), ["#### 4", "four", "", None, "3 or 4", 5, float("nan")], [1, 2, 3, 4, 6]),
+        (Choice(), ["A", "(B)", "A or B", "", "Apple", "C: with text"], [2, 3, 4]),
+        (
+            Math(),
+            [r"\frac{1}{2}", "", "$", "x" * 2_000, "word " * 20, "word", None, ["1"], r"\boxed{3}"],
+            [1, 2, 3, 4, 6, 7],
+        ),
+        (AnswerTag(), ["4", "", "(1,2)"], [1]),
+    ],
+)
+def test_golds_that_can_never_be_earned(reward: Reward, golds: list[Any], never: list[int]) -> None:
+    assert reward.unverifiable(answer=golds, level=[1] * len(golds)) == never
+    scores = reward(["p"] * len(golds), ["c"] * len(golds), answer=golds, extracted=["4"] * len(golds))
+    assert [i for i, score in enumerate(scores) if score is None] == never  # nor are they paid
+
+
+def test_rewards_without_a_gold_have_no_bad_ones() -> None:
+    assert Format().unverifiable(answer=["", None]) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "paid"),
+    [("A", 1.0), ("(A)", 1.0), ("A: it is", 1.0), ("B", 0.0), ("A or B", 0.0), ("Apple", 0.0), (None, 0.0)],
+)
+def test_choice(answer: str | None, paid: float) -> None:
+    assert Choice()(["p"], ["c"], answer=[r"\text{(A)}"], extracted=[answer]) == [paid]
+
+
+def test_answer_tag_compares_structure_but_no_algebra() -> None:
+    answers = ["2, 1.0", "1,2", "3,1", r"\sqrt{4}, 1"]
+    assert AnswerTag()(["p"] * 4, ["c"] * 4, answer=["1, 2"] * 4, extracted=answers) == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "paid"), [(0, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20480, -1.0), (30000, -1.0)]
+)
+def test_length_is_that_of_dapo(tokens: int, paid: float) -> None:
+    """The numbers of the paper: 16,384 expected, 4,096 of cache."""
+    reward = LengthReward(max_length=20480, cache=4096)
+    assert reward(["p"], ["c"], completion_ids=[[7] * tokens]) == [pytest.approx(paid)]
+
+
+def test_length_settings() -> None:
+    with pytest.raises(ValueError, match="cache: 200 must be above 0 and at most max_length: 100"):
+        LengthReward(max_length=100, cache=200)
+
+
+def test_regex() -> None:
+    assert Regex(r".*\b4[02]\b.*")(["p"] * 3, ["it is 42", "so\n40", "421"], extracted=[None] * 3) == [1.0, 1.0, 0.0]
+    assert Regex("4[02]", extracted=True)(["p"] * 3, ["c"] * 3, extracted=["42", "x42", None]) == [1.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match=r"pattern: '\(' is not a regular expression"):
+        Regex("(")
 
 
 def test_score_mistakes() -> None:

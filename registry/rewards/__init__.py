@@ -5,15 +5,24 @@ from registry.rewards.answer_formats import (
     AnswerFormat,
     AnswerFormatName,
     Boxed,
+    CodeBlock,
+    Stated,
     ThinkAnswer,
     gold_answer,
 )
-from registry.rewards.base import REWARDS, Reward, RewardName, checked_scores
+from registry.rewards.base import REWARDS, VERDICTS, Reward, RewardName, Verdict, checked_scores
+from registry.rewards.choice import Choice
+from registry.rewards.code import Code
 from registry.rewards.format import Format
 from registry.rewards.gsm8k import GSM8K
+from registry.rewards.length import Length
+from registry.rewards.math import AnswerTag, Math
 from registry.rewards.python import PythonReward
+from registry.rewards.regex import Regex
+from registry.rewards.verifier import Verifier
 
 __all__ = [
-    "ANSWER_FORMATS", "GSM8K", "REWARDS", "AnswerFormat", "AnswerFormatName", "Boxed", "Format", "PythonReward",
-    "Reward", "RewardName", "ThinkAnswer", "checked_scores", "gold_answer",
+    "ANSWER_FORMATS", "AnswerFormat", "AnswerFormatName", "AnswerTag", "Boxed", "Choice", "Code", "CodeBlock", "Format",
+    "GSM8K", "Length", "Math", "PythonReward", "REWARDS", "Regex", "Reward", "RewardName", "Stated", "ThinkAnswer",
+    "VERDICTS", "Verdict", "Verifier", "checked_scores", "gold_answer",
 ]  # fmt: skip

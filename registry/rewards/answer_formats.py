@@ -5,12 +5,16 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Never
 
 from registry._registry import Name, Registry
+from registry.rewards.answers import extract
 
 THINK_ANSWER = (
     "Reason about the problem first, then answer. Put the reasoning between <think> and </think> and nothing but the "
     "final answer between <answer> and </answer>, like this: <think>the reasoning</think><answer>the answer</answer>"
 )
 BOXED = r"Reason about the problem step by step, then put nothing but the final answer within \boxed{}."
+
+STATED = "Reason about the problem step by step, then put the final answer alone on a last line: Answer: the answer"
+CODE_BLOCK = "Reason about the problem first, then write the whole program in one block: ```python ... ```"
 
 
 class AnswerFormat(ABC):
@@ -50,39 +54,12 @@ def gold_answer(answer: Any) -> str:
     return str(answer).rpartition("####")[2].strip()
 
 
-def after_thinking(completion: str) -> str | None:
-    """What follows the last ``</think>``, or everything without one; None if thinking never ended."""
-    final = completion.rpartition("</think>")[2]
-    return None if "<think>" in final else final
-
-
-_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-
-
-def last_box(text: str) -> tuple[int, int, str] | None:
-    r"""Start, end and content of the last ``\boxed{...}`` or ``\fbox{...}`` with balanced braces (``\{`` is none).
-
-    One pass with a stack: looking for the end of each box anew would take quadratic time on a completion full of
-    ``\boxed{``.
-    """
-    boxes: list[tuple[int, int, str]] = []
-    opened: list[re.Match[str]] = []
-    for token in _BRACE.finditer(text):
-        if token[0] == "}":
-            if opened and (opening := opened.pop())[0] != "{":
-                boxes.append((opening.start(), token.end(), text[opening.end() : token.start()].strip()))
-        elif token[0][-1] == "{" and token[0] != r"\{":
-            opened.append(token)
-    return max(boxes, default=None)
-
-
 @ANSWER_FORMATS.register("think_answer")
 class ThinkAnswer(AnswerFormat):
     """Reasoning in ``<think>``, answer in ``<answer>`` (the prompt of QeRL). The last answer counts."""
 
     markers = ("<answer>",)
 
-    _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
     _TAG = re.compile(r"</?(?:think|answer)>")
     _WHOLE = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
 
@@ -90,15 +67,7 @@ class ThinkAnswer(AnswerFormat):
         super().__init__(system_prompt)
 
     def extract(self, completion: str) -> str | None:
-        final = after_thinking(completion)
-        answers = self._ANSWER.findall(final) if final else []
-        if not answers:
-            return None
-        answer: str = answers[-1].strip()
-        box = last_box(answer)
-        if box and box[:2] == (0, len(answer)):  # <answer>\boxed{5}</answer> is a habit of models trained on boxes
-            answer = box[2]
-        return answer or None
+        return extract.tagged(completion).text
 
     def well_formed(self, completion: str) -> bool:
         if len(self._TAG.findall(completion)) != 4:  # first, so that the pattern has one place to match each tag
@@ -120,8 +89,7 @@ class Boxed(AnswerFormat):
         super().__init__(system_prompt)
 
     def extract(self, completion: str) -> str | None:
-        box = last_box(after_thinking(completion) or "")
-        return box[2] or None if box else None
+        return extract.boxed(completion).text
 
     def well_formed(self, completion: str) -> bool:
         reasoning = re.split(r"\\(?:boxed|fbox)\b", completion, maxsplit=1)[0]
@@ -129,3 +97,40 @@ class Boxed(AnswerFormat):
 
     def render(self, reasoning: str, answer: str) -> str:
         return f"{reasoning}\n\\boxed{{{answer}}}"
+
+
+@ANSWER_FORMATS.register("stated")
+class Stated(AnswerFormat):
+    """A last line ``Answer: ...`` (the prompt of DAPO), read wherever an answer is plainly stated: the last tag, box,
+    ``####`` or "the answer is". A base model that was never asked for a form is read with it, too.
+    """
+
+    def __init__(self, system_prompt: str = STATED) -> None:
+        super().__init__(system_prompt)
+
+    def extract(self, completion: str) -> str | None:
+        return extract.stated(completion).text
+
+    def well_formed(self, completion: str) -> bool:
+        reasoning, _, last = completion.rstrip().rpartition("\n")
+        return last.startswith("Answer: ") and last != "Answer: " and reasoning.strip() != ""
+
+    def render(self, reasoning: str, answer: str) -> str:
+        return f"{reasoning}\nAnswer: {answer}"
+
+
+@ANSWER_FORMATS.register("code_block")
+class CodeBlock(AnswerFormat):
+    """Reasoning, then a program in a fenced block of Python. The last block counts."""
+
+    def __init__(self, system_prompt: str = CODE_BLOCK) -> None:
+        super().__init__(system_prompt)
+
+    def extract(self, completion: str) -> str | None:
+        return extract.code_block(completion).text
+
+    def well_formed(self, completion: str) -> bool:
+        return self.extract(completion) is not None and not completion.lstrip().startswith("```")
+
+    def render(self, reasoning: str, answer: str) -> str:
+        return f"{reasoning}\n```python\n{answer}\n```"

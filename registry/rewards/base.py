@@ -4,9 +4,21 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, Never
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Never
 
 from registry._registry import Name, Registry
+
+VERDICTS = ("correct", "wrong", "no_answer", "unverifiable_gold", "timeout", "crash")
+
+
+class Verdict(NamedTuple):
+    """How one completion was judged."""
+
+    reward: float | None
+    verdict: str  # one of VERDICTS
+    extracted: str | None
+    rule: str  # that decided
+    ms: float  # milliseconds in a worker; 0 where none was needed
 
 
 class Reward(ABC):
@@ -17,6 +29,9 @@ class Reward(ABC):
 
     correctness: ClassVar[bool] = False
     """Whether 1 means a right answer and anything less a wrong one: the first such reward of a run decides pass@1."""
+
+    verdicts: Sequence[Verdict] = ()
+    """Of the last call, one for each completion, of a reward that tells them: the run logs their rates."""
 
     def __init__(self, weight: float = 1.0) -> None:
         if not math.isfinite(weight):
@@ -38,6 +53,10 @@ class Reward(ABC):
         answer as the answer format read it (None: no answer), ``well_formed``, ``completion_ids`` and ``finished``
         (False: cut off). A reward never looks for the answer itself.
         """
+
+    def unverifiable(self, **columns: Sequence[Any]) -> list[int]:
+        """The rows of the data whose reward can never be earned, because their right answer cannot be checked."""
+        return []
 
 
 REWARDS: Registry[Reward] = Registry("reward", "qerl_pl.rewards")

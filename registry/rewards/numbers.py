@@ -53,7 +53,7 @@ _REFUSED = {
 _REFUSED_AFTER = _REFUSED | {"x", "y", "z", "k", "mn", "bn"} | _SCALES.keys()
 
 
-def _ascii(text: str) -> str:
+def plain(text: str) -> str:
     """NFKC, with digits of all scripts as 0-9, but without its traps: 5² is not 52, 1½ is not 11/2."""
     out = []
     for c in text:
@@ -66,7 +66,7 @@ def _ascii(text: str) -> str:
             out.append(" ")
         else:
             out.append(str(unicodedata.decimal(c)) if c.isdecimal() else c)
-    return unicodedata.normalize("NFKC", "".join(out)).translate(_PUNCTUATION).lower()
+    return unicodedata.normalize("NFKC", "".join(out)).translate(_PUNCTUATION)
 
 
 def _exact(plain: str) -> Fraction:
@@ -81,7 +81,7 @@ def parse_number(text: str) -> Fraction | None:
     """
     if len(text) > MAX_CHARS:
         return None
-    text = _ascii(text)
+    text = plain(text).lower()
     for pattern, new in _REWRITES:
         text = pattern.sub(new, text)
     text = re.sub("[$%]", " ", text)
