@@ -27,20 +27,20 @@ def learn(args: Sequence[str]) -> Learned:
     cli = QeRLCLI(args=list(args), run=False)
     trainer, module, data = cli.trainer, cli.model, cli.datamodule
 
+    problems = sum(len(source) for source in data.sets("test").values())
+
     def test() -> tuple[float, float]:
         (results,) = trainer.test(module, data, verbose=False)
-        return results["test/pass@1"], results["test/pass@1_half_width"]
+        return results["test/pass@1"], (results["test/pass@1_high"] - results["test/pass@1_low"]) / 2
 
     before = test()
-    print(
-        f"before: pass@1 {before[0]:.1%} ± {before[1]:.1%} on {len(data.sources['test'])} held-out problems", flush=True
-    )
+    print(f"before: pass@1 {before[0]:.1%} ± {before[1]:.1%} on {problems} held-out problems", flush=True)
     started = time.perf_counter()
     trainer.fit(module, data)
     seconds = time.perf_counter() - started
     after = test()
     print(f"after:  pass@1 {after[0]:.1%} ± {after[1]:.1%}", flush=True)
-    return Learned(before, after, seconds, len(data.sources["test"]), run_folder(trainer))
+    return Learned(before, after, seconds, problems, run_folder(trainer))
 
 
 def demo(args: Sequence[str] = ()) -> None:
