@@ -79,18 +79,24 @@ class Parser(LightningArgumentParser):
             super().error(message, ex)
         unknown = re.search(r"(?:[Oo]ption|[Kk]ey) '([\w.]+)'|--([\w.]+)", message)
         key = next((g for g in unknown.groups() if g), None) if unknown else None
+        meant = ""
         if key is not None:
             known = _options(self) | _init_args()
-            close = difflib.get_close_matches(key, known, n=1)
+            close = difflib.get_close_matches(key.rpartition(".init_args.")[2], known, n=1)
             if close and key not in known:
-                message = f"{message}. Did you mean {close[0]!r}?"
+                meant = f". Did you mean {close[0]!r}?"
         name = re.search(r"Not of type \w+Name: (unknown .*|\S.* is not available: .*)", message)
         where = re.search(r'Parser key "([\w.]+)"', message)
         missing = re.search(rf"No module named '({'|'.join(EXTRAS)})'", message)
+        class_ = re.findall(r"given class_path '[\w.]*?(\w+)':((?:\n(?!\s*(?:- |Given value)).+)+)", message)
         if name and where:  # of all that jsonargparse tried, the registry's answer is the one that helps
             message = f"{where[1]}: {name[1]}"
         elif missing and where:
             message = f"{where[1]}: {missing[1]} is not installed; pip install 'qerl-pl[{EXTRAS[missing[1]]}]'"
+        elif class_ and where:  # a class was named: what else might have been there does not matter
+            message = f"{where[1]}: {': '.join(class_[-1])}{meant}"
+        else:
+            message += meant
         print("qerl-pl: error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
 
