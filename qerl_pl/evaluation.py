@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
@@ -68,13 +69,16 @@ class Problem:
         return fmean(self.right)
 
 
+_BEGINS_WITH_A_NUMBER = re.compile(r"[^\w\\]*(?:\\[dt]?frac)?[^\w\\]*\d")
+
+
 def vote(answer: str | None) -> str | None:
-    """What two answers must share to be the same: their number if they are numbers (1/2 and 0.5), else their text
-    without spaces.
+    """What two answers must share to be the same: their number if they begin with one and state no other (1/2 and 0.5,
+    8 and 8 dollars), else their text without spaces.
     """
     if answer is None:
         return None
-    number = parse_number(answer)
+    number = parse_number(answer) if _BEGINS_WITH_A_NUMBER.match(answer) else None
     return "".join(answer.split()) if number is None else str(number)
 
 

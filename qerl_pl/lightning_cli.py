@@ -190,7 +190,8 @@ class QeRLCLI(LightningCLI):
             if config.get("ckpt_path") is not None:
                 raise ValueError(f"adapter: {adapter} and ckpt_path: {config.ckpt_path}; give one of the two")
             if adapter != NO_ADAPTER:
-                config.model.lora.update(adapter_settings(Path(adapter)))
+                for name, value in adapter_settings(Path(adapter)).items():
+                    config.model.lora[name] = value
         for callback in self.trainer_defaults["callbacks"]:
             if isinstance(callback, EvaluationResults):
                 callback.adapter, callback.base = adapter, bool(config.get("evaluate_base"))
