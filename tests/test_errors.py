@@ -38,14 +38,17 @@ def answer(arguments, capsys, monkeypatch) -> str:
         ),
         (["--data.rewards", "[gsm9k]"], "unknown reward 'gsm9k'. Did you mean 'gsm8k'?"),
         (
-            ["--data.test", "{class_path: arithmetic, init_args: {siz: 3}}"],
-            "data.test: Arithmetic: Option 'siz' is not accepted. Did you mean 'size'?",
+            ["--data.test", "{class_path: arithmetic, init_args: {sizes: 3}}"],
+            "data.test: Arithmetic: Option 'sizes' is not accepted. Did you mean 'size'?",
         ),
         (
-            ["--data.test", "{a: {class_path: arithmetic, init_args: {siz: 3}}}"],
-            "data.test: Arithmetic: Option 'siz' is not accepted. Did you mean 'size'?",
+            ["--data.test", "{a: {class_path: arithmetic, init_args: {sizes: 3}}}"],
+            "data.test: Arithmetic: Option 'sizes' is not accepted. Did you mean 'size'?",
         ),
-        (["--data.test", "{a: aritmetic}"], "data.test: unknown prompt source 'aritmetic'. Did you mean 'arithmetic'?"),
+        (
+            ["--data.test", "{a: arithmetic2}"],
+            "data.test: unknown prompt source 'arithmetic2'. Did you mean 'arithmetic'?",
+        ),
         (["--data.engine", "vlm"], "unknown engine 'vlm'. Did you mean 'vllm'?"),
         (["--model.lora.rnak", "8"], "--model.lora.rnak 8. Did you mean 'model.lora.rank'?"),
         (["--model.lora.rank", "eight"], "model.lora.rank"),

@@ -25,7 +25,7 @@ def sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     def read(*args: str, configs: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
         files = [tmp_path / f"{i}.yaml" for i in range(len(configs))]
         for file, text in zip(files, configs, strict=True):
-            file.write_text(f"data: {{test: {text}}}")
+            file.write_text(f"data:\n  test: {text}\n")
         given = [*(f"--config={file}" for file in files), *args]
         found = QeRLCLI(args=given, run=False).datamodule.sets("test")
         with pytest.raises(SystemExit):
@@ -54,3 +54,14 @@ def test_one_source_has_no_name(sources: Any) -> None:
     assert sources("--data.test", "file", "--data.test.path", "a.jsonl") == {"": describe(File("a.jsonl"))}
     assert sources("--data.test.size", "16") == {"": describe(Arithmetic("test", 16))}
     assert sources("--data.test", "null") == {}
+
+
+def test_the_example_of_the_docs(sources: Any) -> None:
+    import textwrap
+
+    page = (Path(__file__).parents[1] / "docs" / "evaluation.md").read_text()
+    text = page.partition("```yaml\ndata:\n  test:\n")[2].partition("```")[0]
+    found = sources("--data.test.amc.limit", "20", configs=("\n" + textwrap.indent(text, "  "),))
+    assert {name: (row["name"], row["limit"]) for name, row in found.items()} == {
+        "gsm8k": ("openai/gsm8k", None), "amc": ("math-ai/amc23", 20),
+    }  # fmt: skip
