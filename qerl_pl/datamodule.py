@@ -145,15 +145,8 @@ class RolloutDataModule(LightningDataModule):
         if self.batch % world:
             raise ValueError(f"prompts_per_batch: {self.batch} is not divisible by the {world} ranks")
         if self._train is None:
-            self._train = TrainingRollouts(
-                self.collector,
-                self.prompts(self.train, "train"),
-                self.batch,
-                self.sampling,
-                self.seed,
-                rank,
-                world,
-            )
+            prompts = self.prompts(self.train, "train")
+            self._train = TrainingRollouts(self.collector, prompts, self.batch, self.sampling, self.seed, rank, world)
             self._train.step = self._done
         return self._train
 

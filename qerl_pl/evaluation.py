@@ -3,8 +3,10 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from statistics import fmean
 from typing import Any
 
@@ -41,15 +43,21 @@ class Identified(PromptSource):
         return len(self.source)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return list(self)[index]
+        return self._rows[index]
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        seen: dict[str, int] = {}
+    @cached_property
+    def _rows(self) -> list[dict[str, Any]]:
+        seen: Counter[str] = Counter()
+        rows = []
         for row in self.source:
-            text = json.dumps([row["prompt"], row.get("answer")], ensure_ascii=False, default=str)
+            prompt = row["prompt"]
+            if not isinstance(prompt, str) and [message["role"] for message in prompt] == ["user"]:
+                prompt = prompt[0]["content"]  # the same problem, written as a chat
+            text = json.dumps([prompt, row.get("answer")], ensure_ascii=False, default=str)
             name = hashlib.sha256(text.encode()).hexdigest()[:16]
-            seen[name] = seen.get(name, 0) + 1
-            yield row | {PROBLEM_ID: name if seen[name] == 1 else f"{name}#{seen[name]}"}
+            seen[name] += 1
+            rows.append(row | {PROBLEM_ID: name if seen[name] == 1 else f"{name}#{seen[name]}"})
+        return rows
 
 
 @dataclass
@@ -118,7 +126,7 @@ class Grades:
             if n > 1:
                 found[f"{prefix}/pass@{n}"] = pass_rate(problems, n).value
                 found[f"{prefix}/majority@{n}"] = majority_rate(problems, n).value
-        if "" not in self.sets:
+        if self.sets and "" not in self.sets:
             found |= _ends(f"{split}/pass@1", mean_over_sets([pass_rate(p) for p in self.sets.values()]))
         return found
 

@@ -22,6 +22,10 @@ class Estimate:
     low: float
     high: float
 
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
 
 @cache
 def t_quantile(df: int) -> float:

@@ -117,6 +117,12 @@ def test_problems_are_known_by_what_they_are():
     assert Identified(Rows(size=4))[1] == rows[1] and len(Identified(Rows(size=4))) == 4
     assert Identified(Rows(size=4)).size == 4
 
+    class Chat(Arithmetic):
+        def __getitem__(self, index):
+            return {"prompt": [{"role": "user", "content": "b"}], "answer": 1}
+
+    assert Identified(Chat(size=1))[0]["problem_id"] == ids[1]
+
 
 def test_report_with_the_base_beside():
     policy = graded(batch([["1", "1"], ["2", "1"], ["3", "3"]], ["1", "1", "1"], "a"))
@@ -277,7 +283,8 @@ def test_checkpoint_and_its_folder_are_the_same_policy_without_noise(tmp_path, b
     assert result(tmp_path / "validate", "validate.json")["split"] == "validation"
 
 
-def test_several_sets(tmp_path):
+def test_several_sets(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     easy = "{class_path: arithmetic, init_args: {split: test, size: 6, levels: [1]}}"
     sets = f"{{easy: {easy}, all: arithmetic}}"
     arguments = ["--config", str(CONFIG), "--data.test", sets, "--data.validation", sets,
@@ -292,6 +299,7 @@ def test_several_sets(tmp_path):
     assert {name: summary["problems"] for name, summary in found["sets"].items()} == {"easy": 6, "all": 5}
     assert len(written(tmp_path)) == 22
     assert "| mean " in table(found)
+    assert "no plot: matplotlib is not installed" in capsys.readouterr().out and not list(tmp_path.rglob("*.png"))
 
 
 def test_settings_of_the_paper_are_the_defaults():

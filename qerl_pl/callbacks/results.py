@@ -27,10 +27,11 @@ class EvaluationResults(Callback):
     Args:
         adapter: PEFT folder to evaluate instead of a checkpoint; ``none`` for the base alone.
         base: evaluate the base too, with the same seeds, and report the paired difference.
+        quiet: only write.
     """
 
-    def __init__(self, adapter: str | None = None, base: bool = False) -> None:
-        self.adapter, self.base = adapter, base
+    def __init__(self, adapter: str | None = None, base: bool = False, quiet: bool = False) -> None:
+        self.adapter, self.base, self.quiet = adapter, base, quiet
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.state.fn == "validate":
@@ -62,13 +63,14 @@ class EvaluationResults(Callback):
         path = run_folder(trainer) / "results" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        print(f"\n{table(result)}\n\n{path}", flush=True)
+        said = ["", table(result), "", str(path)]
         try:
             draw(result, path.with_suffix(".png"))
+            said.append(str(path.with_suffix(".png")))
         except ImportError as error:
-            print(f"no plot: {error}", flush=True)
-        else:
-            print(path.with_suffix(".png"), flush=True)
+            said.append(f"no plot: {error}")
+        if not self.quiet:
+            print("\n".join(said), flush=True)
 
     def _settings(self, trainer: Trainer, pl_module: Any, split: str) -> dict[str, Any]:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
