@@ -28,7 +28,7 @@ def learn(args: Sequence[str]) -> Learned:
     """Test, fit, test with the settings in ``args`` (as on the command line, without a command)."""
     cli = QeRLCLI(args=list(args), run=False)
     trainer, module, data = cli.trainer, cli.model, cli.datamodule
-    for callback in trainer.callbacks:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, EvaluationResults):
             callback.quiet = True
 
