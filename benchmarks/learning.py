@@ -34,7 +34,8 @@ def run(seed: int, args: list[str]) -> dict[str, Any]:
     events = EventAccumulator(str(learned.folder), size_guidance={"scalars": 0}).Reload()
     recorded = set(events.Tags()["scalars"])
     row = {
-        "seed": seed, "problems": learned.problems, "before": learned.before, "after": learned.after,
+        "seed": seed, "problems": learned.problems, "before": (learned.before.value, learned.before.half_width),
+        "after": (learned.after.value, learned.after.half_width),
         "fit_seconds": round(learned.seconds, 1),
         "peak_process_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
         "curves": {n: [[e.step, float(f"{e.value:.4g}")] for e in events.Scalars(n)] for n in CURVES if n in recorded},

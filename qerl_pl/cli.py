@@ -12,7 +12,8 @@ Teach a 4-bit language model to reason by reinforcement learning (QeRL, arXiv 25
 commands:
   fit         train; for example: qerl-pl fit --config configs/tiny.yaml
   validate    pass@1 on the validation prompts
-  test        pass@1 on the test prompts
+  test        pass@1 on the test prompts; --evaluate_base true: beside the base; --adapter FOLDER or none
+  compare     two results of test, paired by problem: qerl-pl compare A.json B.json
   bench       speed and memory by model shape, beside other libraries: qerl-pl bench --help
   verify      score answers, check the golds of your data: qerl-pl verify --help
   demo        train the embedded model on the CPU, in minutes, and show what it learned
@@ -46,6 +47,8 @@ def main(args: Sequence[str] | None = None) -> None:
         _run(lambda: _verify(args[1:]))
     elif args[0] == "bench":
         _run(lambda: _bench(args[1:]))
+    elif args[0] == "compare":
+        _run(lambda: _compare(args[1:]))
     else:
         _run(_lightning)
 
@@ -66,6 +69,12 @@ def _bench(args: Sequence[str]) -> None:
     from qerl_pl.bench.commands import bench
 
     bench(args)
+
+
+def _compare(args: Sequence[str]) -> None:
+    from qerl_pl.comparison import command
+
+    command(args)
 
 
 def _lightning() -> None:

@@ -1,11 +1,13 @@
 """The RolloutDataModule: owns the engine and the prompts, and yields rollouts."""
 
+import re
 from typing import Any
 
 from lightning import LightningDataModule
 
 from qerl_pl.chat import Chat
 from qerl_pl.engine import Engine, EngineName, TransformersEngine
+from qerl_pl.evaluation import Identified
 from qerl_pl.prompts import Prompts, contamination, problem
 from qerl_pl.rewards import SAMPLE, check_answer_format, reward_keys, unverifiable
 from qerl_pl.rollouts import Collector, EvaluationRollouts, TrainingRollouts
@@ -19,8 +21,9 @@ class RolloutDataModule(LightningDataModule):
 
     Args:
         train: prompts to learn from.
-        validation: held-out prompts, evaluated while training and by ``qerl-pl validate``.
-        test: prompts of ``qerl-pl test``.
+        validation: held-out prompts, evaluated while training and by ``qerl-pl validate``: one source, or several by
+            name, as in ``{gsm8k: ..., amc: ...}``.
+        test: prompts of ``qerl-pl test``; one source, or several by name.
         engine: what samples.
         rewards: what scores; each has a ``weight`` in the sum.
         answer_format: what the prompt asks for and the one parser reads.
@@ -43,6 +46,8 @@ class RolloutDataModule(LightningDataModule):
         eval_samples: completions of a prompt in validation and test.
         eval_temperature: of validation and test.
         eval_top_p: of validation and test.
+        eval_max_completion_length: of validation and test; by default 4,096 or ``max_completion_length``, whichever is
+            less.
         eval_batch: prompts sampled at once in validation and test.
         seed: of order and sampling.
     """
@@ -50,8 +55,12 @@ class RolloutDataModule(LightningDataModule):
     def __init__(
         self,
         train: PromptSource | PromptsName = Arithmetic(split="train"),
-        validation: PromptSource | PromptsName | None = Arithmetic(split="validation", size=256),
-        test: PromptSource | PromptsName | None = Arithmetic(split="test", size=512),
+        validation: PromptSource | PromptsName | dict[str, PromptsName | PromptSource] | None = Arithmetic(
+            split="validation", size=256
+        ),
+        test: PromptSource | PromptsName | dict[str, PromptsName | PromptSource] | None = Arithmetic(
+            split="test", size=512
+        ),
         engine: Engine | EngineName = TransformersEngine(),
         rewards: list[RewardName | Reward] = [GSM8K(), Format(weight=0.1)],  # noqa: B006 never changed
         answer_format: AnswerFormat | AnswerFormatName = ThinkAnswer(),
@@ -70,6 +79,7 @@ class RolloutDataModule(LightningDataModule):
         eval_samples: int = 1,
         eval_temperature: float = 0.6,
         eval_top_p: float = 0.95,
+        eval_max_completion_length: int | None = None,
         eval_batch: int = 128,
         seed: int = 0,
     ) -> None:
@@ -89,7 +99,19 @@ class RolloutDataModule(LightningDataModule):
             )
         if not rewards:
             raise ValueError("rewards: the list is empty; name at least one, for example [gsm8k]")
+        longest = eval_max_completion_length
+        longest = min(4096, max_completion_length) if longest is None else longest
+        if not 1 <= longest <= max_completion_length:
+            raise ValueError(
+                f"eval_max_completion_length: {longest} must be in 1..{max_completion_length} (max_completion_length), "
+                "for which engine and memory are planned"
+            )
+        self.train = train
         self.sources = {"train": train, "validation": validation, "test": test}
+        for split in ("validation", "test"):
+            for name in self.sets(split):
+                if not re.fullmatch(r"[\w.-]*", name):
+                    raise ValueError(f"data.{split}: {name!r} cannot name a set; use letters, digits, and any of . _ -")
         self.engine = engine
         self.collector = Collector(engine, rewards, answer_format, scale_rewards, baseline, truncated_in_baseline)
         self.max_sampling_rounds = max_sampling_rounds
@@ -97,7 +119,7 @@ class RolloutDataModule(LightningDataModule):
         self.max_prompt_length = max_prompt_length
         self.chat_template_args, self.keep_unverifiable = chat_template_args, keep_unverifiable
         self.sampling = Sampling(num_generations, max_completion_length, temperature, top_p)
-        self.eval_sampling = Sampling(eval_samples, max_completion_length, eval_temperature, eval_top_p)
+        self.eval_sampling = Sampling(eval_samples, longest, eval_temperature, eval_top_p)
         self._train: TrainingRollouts | None = None
         self._done = self._cursor = 0
         self._noted: set[str] = set()
@@ -118,19 +140,25 @@ class RolloutDataModule(LightningDataModule):
         """Rollout batches that the policy was updated with."""
         return self._done
 
-    def prompts(self, split: str) -> Prompts:
-        """The rendered prompts of a split; the engine has started, for its tokenizer renders them."""
+    def sets(self, split: str) -> dict[str, PromptSource]:
+        """The sources of validation or test by name; a single one has the name ''."""
         source = self.sources[split]
-        if source is None:
-            raise ValueError(
-                f"data.{split}: no prompts are configured; name a source, as in {{class_path: file, init_args: ...}}"
-            )
+        if source is None or source == {}:
+            return {}
+        return dict(source) if isinstance(source, dict) else {"": source}
+
+    def prompts(self, split: str, name: str = "") -> Prompts:
+        """The rendered prompts of a split, of validation and test those of one set; the engine has started, for its
+        tokenizer renders them.
+        """
+        source = self.train if split == "train" else Identified(self.sets(split)[name])
+        label = f"{split} {name}".strip()
         chat = Chat(self.engine.tokenizer, self.collector.answer_format, self.chat_template_args)
         prompts = Prompts(source, chat, self.max_prompt_length)
         for note in (*prompts.notes, *self._without_verdict(split, prompts)):
             if note not in self._noted:  # what holds for all splits, or for a set that is evaluated again
                 self._noted.add(note)
-                self.collector.report("note", f"{split}: {note}")
+                self.collector.report("note", f"{label}: {note}")
         return prompts
 
     def _without_verdict(self, split: str, prompts: Prompts) -> list[str]:
@@ -175,26 +203,33 @@ class RolloutDataModule(LightningDataModule):
         return self._train
 
     def _report_contamination(self, train: Prompts) -> None:
-        for split in ("validation", "test"):
-            source = self.sources[split]
-            if source is None:
-                continue
+        sets = {
+            f"{s}.{name}".rstrip("."): source for s in ("validation", "test") for name, source in self.sets(s).items()
+        }
+        for label, source in sets.items():
             try:
-                note = contamination(train.problems, map(problem, source), split)
+                note = contamination(train.problems, map(problem, source), label)
             except Exception as error:  # of any library that reads data; training does not need the test set
-                note = f"data.{split} cannot be read: {error}"
+                note = f"data.{label} cannot be read: {error}"
             if note:
                 self.collector.report("note", note)
 
     def val_dataloader(self) -> EvaluationRollouts | list[Any]:
-        return self._evaluation("validation") if self.sources["validation"] is not None else []
+        return self.evaluation("validation") if self.sets("validation") else []
 
     def test_dataloader(self) -> EvaluationRollouts:
-        return self._evaluation("test")
+        return self.evaluation("test")
 
-    def _evaluation(self, split: str) -> EvaluationRollouts:
+    def evaluation(self, split: str) -> EvaluationRollouts:
+        """Rollouts of all sets of validation or test."""
+        sets = self.sets(split)
+        if not sets:
+            raise ValueError(
+                f"data.{split}: no prompts are configured; name a source, as in {{class_path: file, init_args: ...}}"
+            )
+        prompts = {name: self.prompts(split, name) for name in sets}
         return EvaluationRollouts(
-            self.collector, self.prompts(split), self.eval_batch, self.eval_sampling, self.seed, *self._ranks()
+            self.collector, prompts, self.eval_batch, self.eval_sampling, self.seed, *self._ranks()
         )
 
     def _ranks(self) -> tuple[int, int]:

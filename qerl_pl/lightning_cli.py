@@ -13,10 +13,12 @@ from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-define
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from qerl_pl.callbacks import AdapterFolder, CompletionsTable, OneScreen, PhaseProgressBar
+from qerl_pl.callbacks import AdapterFolder, CompletionsTable, EvaluationResults, OneScreen, PhaseProgressBar
+from qerl_pl.callbacks.results import NO_ADAPTER
 from qerl_pl.datamodule import RolloutDataModule
 from qerl_pl.engine import ENGINES
 from qerl_pl.module import QeRLModule
+from qerl_pl.peft_folder import adapter_settings
 from registry.noise import SCHEDULES
 from registry.prompts import PROMPTS
 from registry.quantization import FORMATS
@@ -76,20 +78,28 @@ class Parser(LightningArgumentParser):
     """Errors in one line, with what was probably meant."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:  # of one possibility among several: the others are still to be tried
+            super().error(message, ex)
         unknown = re.search(r"(?:[Oo]ption|[Kk]ey) '([\w.]+)'|--([\w.]+)", message)
         key = next((g for g in unknown.groups() if g), None) if unknown else None
+        meant = ""
         if key is not None:
             known = _options(self) | _init_args()
-            close = difflib.get_close_matches(key, known, n=1)
+            close = difflib.get_close_matches(key.rpartition(".init_args.")[2], known, n=1)
             if close and key not in known:
-                message = f"{message}. Did you mean {close[0]!r}?"
+                meant = f". Did you mean {close[0]!r}?"
         name = re.search(r"Not of type \w+Name: (unknown .*|\S.* is not available: .*)", message)
         where = re.search(r'Parser key "([\w.]+)"', message)
         missing = re.search(rf"No module named '({'|'.join(EXTRAS)})'", message)
+        class_ = re.findall(r"given class_path '[\w.]*?(\w+)':((?:\n(?!\s*(?:- |Given value)).+)+)", message)
         if name and where:  # of all that jsonargparse tried, the registry's answer is the one that helps
             message = f"{where[1]}: {name[1]}"
         elif missing and where:
             message = f"{where[1]}: {missing[1]} is not installed; pip install 'qerl-pl[{EXTRAS[missing[1]]}]'"
+        elif class_ and where:  # a class was named: what else might have been there does not matter
+            message = f"{where[1]}: {': '.join(class_[-1])}{meant}"
+        else:
+            message += meant
         print("qerl-pl: error:", " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
 
@@ -128,7 +138,7 @@ class QeRLCLI(LightningCLI):
             auto_configure_optimizers=False,
             parser_kwargs={"description": "Quantization-enhanced reinforcement learning on PyTorch Lightning."},
             trainer_defaults={
-                "callbacks": [PhaseProgressBar(), OneScreen(), AdapterFolder()],
+                "callbacks": [PhaseProgressBar(), OneScreen(), AdapterFolder(), EvaluationResults()],
                 "logger": {
                     "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
                     "init_args": {"save_dir": "runs", "name": "qerl"},
@@ -164,8 +174,30 @@ class QeRLCLI(LightningCLI):
         parser.link_arguments("seed_everything", "model.seed")
         parser.link_arguments("seed_everything", "data.seed")
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand != "fit":
+            parser.add_argument(
+                "--adapter", type=str | None, default=None,
+                help="PEFT folder to evaluate instead of a checkpoint; none: the base alone.",
+            )  # fmt: skip
+            parser.add_argument(
+                "--evaluate_base", type=bool, default=False,
+                help="Evaluate the base too, with the same seeds, and report the paired difference.",
+            )  # fmt: skip
+        return parser
+
     def before_instantiate_classes(self) -> None:
         config = self.config if self.subcommand is None else self.config[self.subcommand]
+        if (adapter := config.get("adapter")) is not None:
+            if config.get("ckpt_path") is not None:
+                raise ValueError(f"adapter: {adapter} and ckpt_path: {config.ckpt_path}; give one of the two")
+            if adapter != NO_ADAPTER:
+                for name, value in adapter_settings(Path(adapter)).items():
+                    config.model.lora[name] = value
+        for callback in self.trainer_defaults["callbacks"]:
+            if isinstance(callback, EvaluationResults):
+                callback.adapter, callback.base = adapter, bool(config.get("evaluate_base"))
         if config.get("ckpt_path") == "last":
             config.ckpt_path = str(newest_checkpoint(config))
         if config.trainer.enable_progress_bar is False:

@@ -1,12 +1,10 @@
 """Metrics that are reduced over ranks."""
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric
-from torchmetrics.utilities import dim_zero_cat
+from torchmetrics import MeanMetric
 
 from qerl_pl.losses import k3
 from qerl_pl.types import RolloutBatch
@@ -82,27 +80,3 @@ class StepLog(nn.Module):
         }
         self.peak_difference = 0.0
         return {name: torch.as_tensor(value, dtype=torch.float32) for name, value in metrics.items()}
-
-
-class PassRate(Metric):
-    """Mean pass@1 over problems, with a 95 % interval.
-
-    Each problem counts once, with the mean over its samples. The spread of those means holds both sources of chance,
-    which problems were drawn and which answers were sampled, so the interval is 1.96 standard errors of their mean.
-    """
-
-    full_state_update = False
-    means: list[Tensor]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("means", default=[], dist_reduce_fx="cat")
-
-    def update(self, right: Tensor) -> None:
-        """right [problems, samples], 0 or 1."""
-        self.means.append(right.float().mean(-1))
-
-    def compute(self) -> tuple[Tensor, Tensor]:
-        """(pass@1, half width of its 95 % interval); NaN width for a single problem."""
-        means = dim_zero_cat(self.means)
-        return means.mean(), 1.96 * means.std() / math.sqrt(len(means))

@@ -16,6 +16,7 @@ from qerl_pl.batching import micro_batches, minibatches
 from qerl_pl.build import Layers, build_policy
 from qerl_pl.callbacks import AdapterSync, AdaptiveQuantizationNoise
 from qerl_pl.checkpoint import resolve
+from qerl_pl.evaluation import Grades
 from qerl_pl.gpu_memory import GPUMemory
 from qerl_pl.losses import (
     Loss,
@@ -25,7 +26,7 @@ from qerl_pl.losses import (
     policy_loss,
     token_weights,
 )  # fmt: skip
-from qerl_pl.metrics import PassRate, StepLog
+from qerl_pl.metrics import StepLog
 from qerl_pl.policy import DTYPES, LoRA, Policy, copy_adapter
 from qerl_pl.seeds import derive_seed
 from qerl_pl.types import RolloutBatch
@@ -113,7 +114,7 @@ class QeRLModule(LightningModule):
         self.strict_loading = False  # checkpoints hold the adapter, never the base
         self.step_log = StepLog()
         self.memory = GPUMemory(memory_gb)
-        self.pass_rate = PassRate()
+        self.grades = Grades()
         self.policy: Policy | None = None
 
     # ------------------------------------------------------------------ set-up
@@ -316,6 +317,12 @@ class QeRLModule(LightningModule):
 
     # --------------------------------------------------------------- evaluation
 
+    def on_validation_epoch_start(self) -> None:
+        self.grades = Grades()
+
+    def on_test_epoch_start(self) -> None:
+        self.grades = Grades()
+
     def validation_step(self, batch: RolloutBatch, batch_idx: int) -> None:
         self._evaluate(batch, "validation")
 
@@ -323,26 +330,20 @@ class QeRLModule(LightningModule):
         self._evaluate(batch, "test")
 
     def _evaluate(self, batch: RolloutBatch, split: str) -> None:
-        name = self.data.correctness
-        problems = int(batch.groups.max()) + 1
-        self.pass_rate.update((batch.reward_parts[name] >= 1).view(problems, -1))
+        self.grades.add(batch, self.data.correctness, self.data.collector.answer_format)
         metrics = {
             "reward": batch.rewards.nanmean(),
             "mean_length": batch.completion_mask.sum(-1).float().mean(),
             "clipped_ratio": 1 - batch.finished.float().mean(),
         }
-        self.log_dict({f"{split}/{k}": v for k, v in metrics.items()}, batch_size=len(batch), sync_dist=True)
+        prefix = f"{split}/{batch.source}" if batch.source else split
+        self.log_dict({f"{prefix}/{k}": v for k, v in metrics.items()}, batch_size=len(batch), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
-        self._log_pass_rate("validation")
+        self.log_dict(self.grades.metrics("validation"))
 
     def on_test_epoch_end(self) -> None:
-        self._log_pass_rate("test")
-
-    def _log_pass_rate(self, split: str) -> None:
-        rate, half_width = self.pass_rate.compute()
-        self.pass_rate.reset()
-        self.log_dict({f"{split}/pass@1": rate, f"{split}/pass@1_half_width": half_width}, sync_dist=True)
+        self.log_dict(self.grades.metrics("test"))
 
     # -------------------------------------------------------------- checkpoints
 

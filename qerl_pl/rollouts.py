@@ -4,7 +4,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -201,26 +201,32 @@ def spread_groups(batch: RolloutBatch) -> Tensor:
 
 
 class EvaluationRollouts:
-    """Every prompt once, ``sampling.n`` completions each, in order; the same seeds at every evaluation."""
+    """Every prompt of every set once, ``sampling.n`` completions each, in order; the same seeds at every evaluation."""
 
     def __init__(
         self,
         collector: Collector,
-        prompts: Prompts,
+        sets: Mapping[str, Prompts],  # by name; '' has none
         batch: int,
         sampling: Sampling,
         seed: int,
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        self.collector, self.prompts, self.batch, self.sampling, self.seed = collector, prompts, batch, sampling, seed
-        self.indices = range(rank, len(prompts), world)
+        self.collector, self.sets, self.batch, self.sampling, self.seed = collector, sets, batch, sampling, seed
+        self.rank, self.world = rank, world
+
+    def _batches(self) -> Iterator[tuple[str, range]]:
+        for name, prompts in self.sets.items():
+            indices = range(self.rank, len(prompts), self.world)
+            yield from ((name, indices[start : start + self.batch]) for start in range(0, len(indices), self.batch))
 
     def __len__(self) -> int:
-        return -(-len(self.indices) // self.batch)
+        return sum(1 for _ in self._batches())
 
     def __iter__(self) -> Iterator[RolloutBatch]:
-        for start in range(0, len(self.indices), self.batch):
-            indices = self.indices[start : start + self.batch]
-            seeds = [derive_seed(self.seed, "evaluate", i) for i in indices]
-            yield self.collector.rollout([self.prompts[i] for i in indices], self.sampling, seeds)
+        for name, indices in self._batches():
+            seeds = [derive_seed(self.seed, "evaluate", *([name] if name else []), i) for i in indices]
+            batch = self.collector.rollout([self.sets[name][i] for i in indices], self.sampling, seeds)
+            batch.source = name
+            yield batch

@@ -56,6 +56,7 @@ class RolloutBatch:
     completions: list[Completion]
     step: int = 0  # index of this rollout in the run
     temperature: float = 1.0  # that it was sampled with
+    source: str = ""  # name of the evaluation set
     seconds: dict[str, float] = field(default_factory=dict)  # phase -> wall time
     notes: dict[str, float] = field(default_factory=dict)  # further numbers to log, by name
 
@@ -86,6 +87,7 @@ class RolloutBatch:
             completions=[self.completions[i] for i in positions],
             step=self.step,
             temperature=self.temperature,
+            source=self.source,
         )
 
     def summary(self) -> dict[str, float]:

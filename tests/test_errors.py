@@ -37,6 +37,18 @@ def answer(arguments, capsys, monkeypatch) -> str:
             "unknown quantization format 'nvpf4'. Did you mean 'nvfp4'? Registered: bf16",
         ),
         (["--data.rewards", "[gsm9k]"], "unknown reward 'gsm9k'. Did you mean 'gsm8k'?"),
+        (
+            ["--data.test", "{class_path: arithmetic, init_args: {sizes: 3}}"],
+            "data.test: Arithmetic: Option 'sizes' is not accepted. Did you mean 'size'?",
+        ),
+        (
+            ["--data.test", "{a: {class_path: arithmetic, init_args: {sizes: 3}}}"],
+            "data.test: Arithmetic: Option 'sizes' is not accepted. Did you mean 'size'?",
+        ),
+        (
+            ["--data.test", "{a: arithmetic2}"],
+            "data.test: unknown prompt source 'arithmetic2'. Did you mean 'arithmetic'?",
+        ),
         (["--data.engine", "vlm"], "unknown engine 'vlm'. Did you mean 'vllm'?"),
         (["--model.lora.rnak", "8"], "--model.lora.rnak 8. Did you mean 'model.lora.rank'?"),
         (["--model.lora.rank", "eight"], "model.lora.rank"),

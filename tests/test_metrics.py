@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from qerl_pl.metrics import Averages, PassRate, StepLog
+from qerl_pl.metrics import Averages, StepLog
 from qerl_pl.rollouts import collate
 from qerl_pl.types import Completion, Prompt
 
@@ -21,28 +21,6 @@ def test_averages_are_weighted_and_ignore_nan():
     assert result["rewards/format/mean"].item() == 1.5
     averages.add("a", 7.0)
     assert {k: v.item() for k, v in averages.compute().items()} == {"a": 7.0}
-
-
-def test_pass_rate():
-    rate = PassRate()
-    rate.update(torch.tensor([[True, True], [True, False]]))
-    rate.update(torch.tensor([[False, False], [True, False]]))
-    mean, half_width = rate.compute()
-    # Means of the problems: 1, 1/2, 0, 1/2; their unbiased variance is (1/4 + 1/4) / 3.
-    assert mean.item() == 0.5
-    assert half_width.item() == pytest.approx(1.96 * math.sqrt(1 / 6) / 2)
-
-
-def test_interval_covers_the_true_rate():
-    generator = torch.Generator().manual_seed(0)
-    covered = 0
-    for _ in range(400):
-        chance = torch.rand(200, 1, generator=generator)  # of each problem; 0.5 on average
-        rate = PassRate()
-        rate.update(torch.rand(200, 4, generator=generator) < chance)
-        mean, half_width = rate.compute()
-        covered += abs(mean.item() - 0.5) <= half_width.item()
-    assert 0.92 <= covered / 400 <= 0.98
 
 
 def test_step_log():

@@ -60,7 +60,7 @@ def draw(result: dict[str, Any], panels: Sequence[Panel], target: Path) -> None:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError("bench plot needs matplotlib: pip install matplotlib") from error
+        raise ImportError("bench plot needs matplotlib: pip install 'qerl-pl[plot]'") from error
     rows = result["rows"]
     shown: list[tuple[Panel, str, list[dict[str, Any]]]] = []
     for panel in panels:

@@ -4,6 +4,7 @@ from qerl_pl.callbacks.adapter import AdapterFolder
 from qerl_pl.callbacks.completions import CompletionsTable
 from qerl_pl.callbacks.noise import AdaptiveQuantizationNoise
 from qerl_pl.callbacks.progress import PhaseProgressBar
+from qerl_pl.callbacks.results import EvaluationResults
 from qerl_pl.callbacks.sync import AdapterSync
 from qerl_pl.callbacks.tensorboard import OneScreen
 
@@ -12,6 +13,7 @@ __all__ = [
     "AdapterSync",
     "AdaptiveQuantizationNoise",
     "CompletionsTable",
+    "EvaluationResults",
     "OneScreen",
     "PhaseProgressBar",
 ]

@@ -5,7 +5,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 LAYOUT = {
     "1 Is it learning?": {
-        "held-out pass@1": ["Multiline", ["validation/pass@1$"]],
+        "held-out pass@1": ["Multiline", ["^validation/(.*/)?pass@1$"]],
         "training reward": ["Multiline", ["^reward$"]],
         "rewards by name": ["Multiline", ["rewards/.*/mean"]],
     },

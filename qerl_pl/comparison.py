@@ -1,0 +1,120 @@
+"""``qerl-pl compare``: two evaluations, paired by problem."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qerl_pl.evaluation_table import markdown, percent
+from qerl_pl.statistics import Estimate, mean_difference, mean_over_sets, sign_test
+
+HELP = """\
+usage: qerl-pl compare A.json B.json
+
+Compare two results of qerl-pl test or validate, problem by problem: how much better B is than A, with a 95 % interval.
+Both must have the same sets with the same problems; prompts, samples, models may differ."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """B − A on one set."""
+
+    problems: int
+    samples: tuple[int, int]
+    a: Mapping[str, float]  # pass@1: value, low, high
+    b: Mapping[str, float]
+    difference: Estimate
+    better: int  # problems with a higher share of right answers in B
+    worse: int
+
+    @property
+    def equal(self) -> int:
+        return self.problems - self.better - self.worse
+
+    @property
+    def p_value(self) -> float | None:
+        """McNemar's exact test; None with several samples, where problems are no mere yes or no."""
+        return sign_test(self.better, self.worse) if self.samples == (1, 1) else None
+
+
+def command(args: Sequence[str]) -> None:
+    """The command line: two files, and nothing else."""
+    if args and args[0] in ("-h", "--help"):
+        print(HELP)
+        return
+    if len(args) != 2:
+        raise ValueError(f"compare: {len(args)} arguments; give two files, as in qerl-pl compare A.json B.json")
+    first, second = (read(Path(arg)) for arg in args)
+    differences = compare(first, second)
+    print(f"A: {args[0]}\nB: {args[1]}\n")
+    changed = differing(first["settings"], second["settings"])
+    print(markdown([["setting", "A", "B"], *changed]) + "\n" if changed else "all settings are the same\n")
+    print(table(differences))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A result of ``qerl-pl test``. ValueError if the file is none."""
+    if not path.is_file():
+        raise ValueError(f"compare: there is no file {path}; qerl-pl test writes results/test.json in its run's folder")
+    try:
+        result = json.loads(path.read_text())
+        complete = all("rows" in summary for summary in result["sets"].values()) and "settings" in result
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        complete = False
+    if not complete:
+        raise ValueError(f"compare: {path} is no result of qerl-pl test or validate; give its results/*.json")
+    return result  # type: ignore[no-any-return]
+
+
+def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Difference]:
+    """By set. ValueError unless both have the same sets, and in each of them the same problems."""
+    if a["sets"].keys() != b["sets"].keys():
+        raise ValueError(
+            f"compare: A has the sets {', '.join(a['sets'])}, B has {', '.join(b['sets'])}; evaluate both on the same, "
+            "under the same names"
+        )
+    return {name: _compare(name, a["sets"][name], b["sets"][name]) for name in a["sets"]}
+
+
+def _compare(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Difference:
+    first, second = ({row["id"]: row["right"] / summary["samples"] for row in summary["rows"]} for summary in (a, b))
+    if first.keys() != second.keys():
+        raise ValueError(
+            f"compare: of the problems of {name} {len(first.keys() - second.keys())} are only in A and "
+            f"{len(second.keys() - first.keys())} only in B; evaluate both on the same problems (data set, limit, and "
+            "data.max_prompt_length, which drops long ones)"
+        )
+    changes = [second[problem] - first[problem] for problem in first]
+    return Difference(
+        problems=len(changes),
+        samples=(a["samples"], b["samples"]),
+        a=a["pass@1"],
+        b=b["pass@1"],
+        difference=mean_difference(changes, min(a["samples"], b["samples"])),
+        better=sum(change > 0 for change in changes),
+        worse=sum(change < 0 for change in changes),
+    )
+
+
+def table(differences: Mapping[str, Difference]) -> str:
+    """A row a set, and their mean."""
+    lines = [["set", "problems", "A, pass@1 (95 %)", "B", "B − A", "better", "worse", "equal", "exact p"]]
+    for name, d in differences.items():
+        p = "" if d.p_value is None else f"{d.p_value:.2g}"
+        counts = [str(d.better), str(d.worse), str(d.equal)]
+        lines.append(
+            [name, str(d.problems), percent(d.a), percent(d.b), percent(asdict(d.difference), "+"), *counts, p]
+        )
+    if len(differences) > 1:
+        means = [mean_over_sets([Estimate(**getattr(d, side)) for d in differences.values()]) for side in ("a", "b")]
+        change = mean_over_sets([d.difference for d in differences.values()], lowest=-1)
+        cells = [percent(asdict(means[0])), percent(asdict(means[1])), percent(asdict(change), "+")]
+        lines.append(["mean", "", *cells, "", "", "", ""])
+    return markdown(lines)
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[str]]:
+    """Settings that are not the same, with both values; not the sources, whose problems are compared themselves."""
+    names = [name for name in dict.fromkeys([*a, *b]) if name != "sources"]
+    return [[n, str(a.get(n, "")), str(b.get(n, ""))] for n in names if a.get(n) != b.get(n)]

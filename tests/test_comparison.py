@@ -1,0 +1,85 @@
+"""Two results, paired by problem, by hand."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from qerl_pl.cli import main
+from qerl_pl.comparison import command, compare, differing, read, table
+from qerl_pl.evaluation import pass_rate
+from qerl_pl.statistics import mean_difference
+from tests.test_evaluation import SETTINGS, graded
+from tests.test_evaluation import batch as graded_batch
+
+
+def summary(right: list[int], samples: int = 1, ids: str = "abcdefghij") -> dict:
+    one = graded_batch([["1"] * r + ["2"] * (samples - r) for r in right], ["1"] * len(right))
+    problems = graded(one).sets[""]
+    rows = [{"id": id_, "right": r} for id_, r in zip(ids, right, strict=False)]
+    return {"samples": samples, "pass@1": asdict(pass_rate(problems)), "rows": rows}
+
+
+def result(settings: dict | None = None, **sets: dict) -> dict:
+    return {"settings": SETTINGS | (settings or {}), "sets": sets}
+
+
+def test_by_hand():
+    a, b = result(x=summary([1, 1, 0, 0, 0, 0])), result(x=summary([1, 0, 1, 1, 1, 0]))
+    found = compare(a, b)["x"]
+    assert (found.problems, found.better, found.worse, found.equal) == (6, 3, 1, 2)
+    assert found.difference == mean_difference([0, -1, 1, 1, 1, 0], 1)
+    assert found.difference.value == pytest.approx(1 / 3)
+    assert found.p_value == pytest.approx(2 * (1 + 4) / 16)  # of four problems that changed, one for the worse
+
+
+def test_problems_are_paired_by_name_not_by_place():
+    a = result(x=summary([1, 0, 0], ids="abc"))
+    b = result(x=summary([0, 1, 1], ids="cab"))  # a 1 -> 1, b 0 -> 1, c 0 -> 0
+    found = compare(a, b)["x"]
+    assert (found.better, found.worse, found.equal) == (1, 0, 2)
+
+
+def test_several_samples():
+    a, b = result(x=summary([2, 0, 1], samples=2)), result(x=summary([4, 1, 1], samples=4))
+    found = compare(a, b)["x"]
+    assert found.difference == mean_difference([0, 0.25, -0.25], 2)  # the fewer samples
+    assert (found.better, found.worse, found.equal, found.p_value) == (1, 1, 1, None)
+
+
+def test_what_cannot_be_paired():
+    one = result(x=summary([1, 0]))
+    with pytest.raises(ValueError, match="A has the sets x, B has y; evaluate both on the same"):
+        compare(one, result(y=summary([1, 0])))
+    with pytest.raises(ValueError, match="of the problems of x 1 are only in A and 2 only in B"):
+        compare(one, result(x=summary([1, 0, 1], ids="acd")))
+
+
+def test_table_has_a_mean_over_sets():
+    a, b = result(x=summary([1, 0]), y=summary([0, 0])), result(x=summary([1, 1]), y=summary([0, 0]))
+    lines = table(compare(a, b)).splitlines()
+    assert [line.split("|")[1].strip() for line in lines] == ["set", "----", "x", "y", "mean"]
+    assert "+25.0 (" in lines[-1] and "+50.0 (" in lines[2]
+
+
+def test_settings_that_differ():
+    a, b = result({"policy": "base alone"})["settings"], result({"policy": "adapter x", "seed": 1})["settings"]
+    assert differing(a, b | {"sources": 1}) == [["policy", "base alone", "adapter x"], ["seed", "", "1"]]
+
+
+def test_command(tmp_path, capsys):
+    for name, right in (("a", [1, 0]), ("b", [1, 1])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(result({"policy": name}, x=summary(right))))
+    main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")])
+    said = capsys.readouterr().out
+    assert "| policy  | a | b |" in said and "+50.0 (" in said
+    command(["--help"])
+    assert "usage: qerl-pl compare A.json B.json" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="1 arguments; give two files"):
+        command(["a.json"])
+    with pytest.raises(ValueError, match=r"there is no file nowhere\.json; qerl-pl test"):
+        command(["nowhere.json", "nowhere.json"])
+    for text in ("{", "[]", "{}", '{"sets": {"x": {}}}'):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match="is no result of qerl-pl test or validate"):
+            read(tmp_path / "bad.json")
