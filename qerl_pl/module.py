@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,15 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 
-from qerl_pl.batching import micro_batches, minibatches
+from qerl_pl.batching import minibatches
 from qerl_pl.build import Layers, build_policy
 from qerl_pl.callbacks import AdapterSync, AdaptiveQuantizationNoise
 from qerl_pl.checkpoint import resolve
 from qerl_pl.evaluation import Grades
 from qerl_pl.gpu_memory import GPUMemory
-from qerl_pl.losses import (
-    Loss,
-    entropy_threshold,
-    importance_ratio,
-    importance_weights,
-    policy_loss,
-    token_weights,
-)  # fmt: skip
+from qerl_pl.losses import Loss
 from qerl_pl.metrics import StepLog
+from qerl_pl.objective import Objective, Scores
 from qerl_pl.policy import DTYPES, LoRA, Policy, copy_adapter
 from qerl_pl.seeds import derive_seed
 from qerl_pl.types import RolloutBatch
@@ -159,6 +153,15 @@ class QeRLModule(LightningModule):
             trained_norms=self.trained_norms,
             seed=self.seed,
         )
+        self.objective = Objective(
+            self.policy,
+            self.loss,
+            self.tokens_per_micro_batch,
+            self.data.sampling.max_tokens,
+            self.step_log,
+            self.manual_backward,
+            lambda phase, text: self.data.collector.report(phase, text),
+        )
 
     def configure_optimizers(self) -> Any:
         from transformers import get_scheduler
@@ -214,70 +217,21 @@ class QeRLModule(LightningModule):
         started = time.perf_counter()
         rate = float(self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr, arg-type]
         with self.memory.update(self.device, self.data.engine.release_cache):
-            mask = self._loss_mask(batch)
-            old = entropy = None
-            # At the first and only update π_old is π, and need not be computed ahead.
-            if self.updates_per_rollout > 1 or self.loss.top_entropy_quantile < 1:
-                old, entropy = self.score(batch)
-            reference = self.score(batch, adapter=False)[0] if self.loss.beta else None
+            scores = self.objective.prepare(batch, self.updates_per_rollout)
             for iteration in range(self.loss.num_iterations):
                 seed = derive_seed(self.seed, "minibatches", batch.step, iteration)
                 for rows in minibatches(len(batch), self.loss.num_minibatches, seed):
-                    self._update(batch, rows.to(self.device), mask, old, reference, entropy)
+                    self._update(batch, rows.to(self.device), scores)
         self.data.completed(batch.step)
         metrics = self.step_log.finish(batch, time.perf_counter() - started, rate) | self.memory.peaks
         self.log_dict(metrics, batch_size=len(batch))
 
-    def _update(
-        self,
-        batch: RolloutBatch,
-        rows: Tensor,
-        mask: Tensor,
-        old: Tensor | None,
-        reference: Tensor | None,
-        entropy: Tensor | None,
-    ) -> None:
+    def _update(self, batch: RolloutBatch, rows: Tensor, scores: Scores) -> None:
         """One optimizer step on the given completions."""
-        optimizer, scheduler, settings = self.optimizers(), self.lr_schedulers(), self.loss
-        assert self.policy is not None
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         parameters = list(self._trained().values())
         optimizer.zero_grad()  # type: ignore[union-attr]
-        chosen = mask[rows]
-        focus = None  # [B, T]: where the policy's gradient comes from
-        if settings.top_entropy_quantile < 1:
-            assert entropy is not None
-            focus = mask & (entropy >= entropy_threshold(entropy[rows], chosen, settings.top_entropy_quantile))
-        tokens, max_length = float(chosen.sum()), self.data.sampling.max_tokens
-        focused = tokens if focus is None else float(focus[rows].sum())
-        total = torch.zeros((), device=self.device)
-        # Without KL and entropy a completion whose advantage is 0 has no gradient: it is measured, not differentiated.
-        learn = (batch.advantages[rows] != 0) | bool(settings.beta or settings.entropy_coef)
-        for part_rows, with_grad in ((rows[learn], True), (rows[~learn], False)):
-            for micro in self._micro_batches(batch, part_rows):
-                part = batch.rows(micro)
-                with torch.set_grad_enabled(with_grad):
-                    logprobs, uncertainty = self.policy(
-                        part.tokens, part.lengths, part.completion_mask, part.temperature,
-                        entropy_grad=settings.entropy_coef != 0,
-                    )  # fmt: skip
-                width = logprobs.shape[1]
-                before = logprobs.detach() if old is None else old[micro, :width]
-                keep = mask[micro, :width]
-                weights = token_weights(keep, settings.loss_type, len(rows), tokens, max_length)
-                ratio = importance_ratio(before, part.sampler_logprobs, keep, settings.importance_level)
-                loss, metrics = policy_loss(
-                    settings, logprobs, before, part.advantages, keep, weights,
-                    importance_weights(ratio, settings.importance_cap, settings.importance_mode),
-                    None if reference is None else reference[micro, :width],
-                    None if focus is None else focus[micro, :width],
-                )  # fmt: skip
-                if settings.entropy_coef:
-                    where = keep if focus is None else focus[micro, :width]
-                    loss = loss - settings.entropy_coef * uncertainty[where].sum() / max(focused, 1.0)
-                if with_grad:
-                    self.manual_backward(loss)
-                total += loss.detach()
-                self.step_log.add(part, before, uncertainty.detach(), metrics, keep, ratio, settings.importance_cap)
+        loss = self.objective.accumulate(batch, rows, scores)
         for parameter in parameters:  # also where no completion teaches anything, so that every step is a step
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
@@ -287,33 +241,8 @@ class QeRLModule(LightningModule):
             )
         optimizer.step()  # type: ignore[union-attr]
         scheduler.step()  # type: ignore[union-attr]
-        self.step_log.averages.add("loss", total)
+        self.step_log.averages.add("loss", loss)
         self.step_log.averages.add("grad_norm", norm)
-
-    def _loss_mask(self, batch: RolloutBatch) -> Tensor:  # [B, T]
-        if self.loss.mask_truncated_completions:
-            return batch.completion_mask & batch.finished.unsqueeze(-1)
-        return batch.completion_mask
-
-    def _micro_batches(self, batch: RolloutBatch, rows: Tensor | None = None) -> Iterator[Tensor]:
-        rows = torch.arange(len(batch)) if rows is None else rows.cpu()
-        done = 0
-        for micro in micro_batches(batch.lengths.cpu(), rows, self.tokens_per_micro_batch):
-            self.data.collector.report("update", f"{done}/{len(rows)} completions")
-            yield micro.to(self.device)
-            done += len(micro)
-
-    @torch.no_grad()
-    def score(self, batch: RolloutBatch, adapter: bool = True) -> tuple[Tensor, Tensor]:
-        """log π(token) and entropy at completion tokens [B, T], 0 elsewhere; in micro-batches, without gradient."""
-        assert self.policy is not None
-        logprobs, entropy = (torch.zeros_like(batch.sampler_logprobs) for _ in range(2))
-        for micro in self._micro_batches(batch):
-            part = batch.rows(micro)
-            scores = self.policy(part.tokens, part.lengths, part.completion_mask, part.temperature, adapter)
-            for out, values in zip((logprobs, entropy), scores, strict=True):
-                out[micro, : values.shape[1]] = values
-        return logprobs, entropy
 
     # --------------------------------------------------------------- evaluation
 

@@ -1,10 +1,10 @@
 """Loss and every gradient of the adapter against TRL's GRPOTrainer, in FP32, with completions and advantages given.
 
-TRL computes with Hugging Face's model under PEFT; ours is the module's own update over the packed policy.
+TRL computes with Hugging Face's model under PEFT, we with the packed policy.
 """
 
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from qerl_pl.engine.base import EngineSpec
 from qerl_pl.losses import Loss
-from qerl_pl.module import QeRLModule
+from qerl_pl.metrics import StepLog
+from qerl_pl.objective import Objective, Scores
 from qerl_pl.policy import Policy, copy_adapter
 from qerl_pl.rollouts import collate
-from qerl_pl.types import Completion, Prompt, RolloutBatch, Sampling
+from qerl_pl.types import Completion, Prompt, RolloutBatch
 from registry.quantization import BF16
 from tests.reference import ALPHA, RANK, TARGETS, Reference, qwen2, random_adapter, write_checkpoint
 
@@ -28,33 +29,14 @@ ADVANTAGES = [1.2, -1.2, -0.7, 0.7, 0.4, -0.4]
 MAX_LENGTH = 5
 
 
-class Module(QeRLModule):
-    """The module's update without a trainer around it; the optimizer only keeps the gradients."""
-
-    def __init__(self, policy: Policy, loss: Loss, budget: int) -> None:
-        super().__init__(loss=loss, tokens_per_micro_batch=budget, max_grad_norm=1e9)
-        self.policy = policy
-        self.sampling = SimpleNamespace(
-            sampling=Sampling(2, MAX_LENGTH), collector=SimpleNamespace(report=lambda *_: None)
-        )
-
-    data = property(lambda self: self.sampling)
-
-    def optimizers(self, *_: Any) -> Any:
-        return SimpleNamespace(zero_grad=lambda: self.policy.zero_grad(), step=lambda: None)
-
-    def lr_schedulers(self) -> Any:
-        return SimpleNamespace(step=lambda: None)
-
-    def manual_backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
-        loss.backward()
-
-    def run(self, batch: RolloutBatch, old: Tensor, reference: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        mask = self._loss_mask(batch)
-        entropy = self.score(batch)[1] if self.loss.top_entropy_quantile < 1 else None
-        self._update(batch, torch.arange(len(batch)), mask, old, reference, entropy)
-        loss = self.step_log.averages.compute()["loss"]
-        return loss, {name: p.grad.clone() for name, p in self.policy.adapter_parameters().items()}
+def ours(policy: Policy, settings: Loss, budget: int, batch: RolloutBatch, scores: Scores) -> tuple[Tensor, Any]:
+    """Loss and gradients, in micro-batches of ``budget`` tokens."""
+    policy.zero_grad()
+    objective = Objective(policy, settings, budget, MAX_LENGTH, StepLog(), lambda loss: loss.backward())
+    if settings.top_entropy_quantile < 1:
+        scores = replace(scores, entropy=objective.score(batch)[1])
+    loss = objective.accumulate(batch, torch.arange(len(batch)), scores)
+    return loss, {name: p.grad.clone() for name, p in policy.adapter_parameters().items()}
 
 
 class Case:
@@ -175,8 +157,8 @@ def test_loss_and_gradients_are_trls(case: Case, name: str, budget: int) -> None
     settings = Loss(**SETTINGS[name])
     correct = settings.importance_cap is not None
     theirs, their_grads = case.theirs(settings, settings.importance_level, correct)
-    module = Module(case.policy, settings, budget)
-    ours, our_grads = module.run(case.batch, case.old, case.base if settings.beta else None)
-    assert float(ours) == pytest.approx(float(theirs), rel=1e-5, abs=2e-6)  # its terms are of order 1 and cancel
+    scores = Scores(old=case.old, reference=case.base if settings.beta else None)
+    loss, our_grads = ours(case.policy, settings, budget, case.batch, scores)
+    assert float(loss) == pytest.approx(float(theirs), rel=1e-5, abs=2e-6)  # its terms are of order 1 and cancel
     for key, expected in their_grads.items():
         assert float((our_grads[key] - expected).norm() / expected.norm()) < 1e-5, key

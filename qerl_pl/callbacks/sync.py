@@ -114,7 +114,7 @@ def logp_difference(trainer: Trainer, pl_module: Any, batch: RolloutBatch) -> fl
     sampling = Sampling(n=1, max_tokens=min(TOKENS, data.sampling.max_tokens))
     groups = data.engine.generate([p.token_ids for p in prompts], sampling, seeds)
     sampled = collate(prompts, [completion for group in groups for completion in group]).to(pl_module.device)
-    logprobs, _ = pl_module.score(sampled)
+    logprobs, _ = pl_module.objective.score(sampled)
     return float((logprobs - sampled.sampler_logprobs)[sampled.completion_mask].abs().mean())
 
 
