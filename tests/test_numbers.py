@@ -28,7 +28,8 @@ from registry.rewards.numbers import MAX_CHARS, parse_number
         ("5 apples", 5), ("5 more apples", 5), ("5 km/h", 5), ("a 5-foot board", 5),
         ("20 m²", 20), ("20 m^2", 20), ("90°", 90),
         (r"12^{\text{th}}", 12), ("3rd", 3), (r"5\text{ apples}", 5), ("10am", 10), ("5元", 5), ("2 dozen", 2),
-        ("the most he can buy is 5", 5), ("The answer is 72, which is the total.", 72), ("**72**", 72), ("total: 72", 72), (r"\(72\)", 72), ("$72$", 72),
+        ("the most he can buy is 5", 5),
+        ("The answer is 72, which is the total.", 72), ("**72**", 72), ("total: 72", 72), (r"\(72\)", 72), ("$72$", 72),
     ],
 )  # fmt: skip
 def test_numbers_read(text: str, number: int | str) -> None:
