@@ -31,7 +31,7 @@ def wrong_rows(rows: list[dict[str, Any]]) -> list[str]:
 def test_known_answers() -> None:
     """Of each kind at least five; expected by hand."""
     kinds = [row["kind"] for row in CASES]
-    assert len(set(kinds)) == 24
+    assert len(set(kinds)) == 26
     assert min(kinds.count(kind) for kind in set(kinds)) >= 5
     assert wrong_rows(read(DATA)) == []
 
@@ -65,6 +65,8 @@ def test_collected_answers() -> None:
         ("The probability is not 0.5.", None, "no answer"),
         ("I thought about 42 and gave up", None, "no answer"),
         ("So:\n\n**72**", "72", "bare number"),
+        ("Yes, it does.", "Yes", "first word"),
+        (r"$\frac{1}{2}$", r"\frac{1}{2}", "bare expression"),
     ],
 )
 def test_stated(completion: str, answer: str | None, rule: str) -> None:

@@ -28,6 +28,7 @@ from registry.rewards.numbers import MAX_CHARS, parse_number
         ("5 apples", 5), ("5 more apples", 5), ("5 km/h", 5), ("a 5-foot board", 5),
         ("20 m²", 20), ("20 m^2", 20), ("90°", 90),
         (r"12^{\text{th}}", 12), ("3rd", 3), (r"5\text{ apples}", 5), ("10am", 10), ("5元", 5), ("2 dozen", 2),
+        ("the most he can buy is 5", 5),
         ("The answer is 72, which is the total.", 72), ("**72**", 72), ("total: 72", 72), (r"\(72\)", 72), ("$72$", 72),
     ],
 )  # fmt: skip
@@ -41,7 +42,7 @@ def test_numbers_read(text: str, number: int | str) -> None:
         "", " ", "-", "none", "five", "John", "NaN", "inf", "Ⅷ",
         "1 or 2", "1, 2", "1 and 2", "(1, 2)", "5 = 5", "10-15", "10–15", "2:30", "5 or six",
         "not 5", "5 and a half", "±5",
-        "less than 5", "Not 5", "5+", ">5", "~~5 or so", "5 hundred two", "either 5",
+        "less than 5", "at least 5", "5 at most", "Not 5", "5+", ">5", "~~5 or so", "5 hundred two", "either 5",
         "2+2", "2*3", "2 x 3", "2×3", "10 - 6", "5x", "5 x", "x5", "2^3", "5²",
         "sqrt(25)", r"\sqrt{25}", "√25", "f(5)", "5π", "5k", "5 squared",
         "5-", "--5", "1.2.3", "1,23", "1,2345", "12,34,5", "1_000", "0x10", "1.000,50", "1/2/3", "5/0", "3 1/0",

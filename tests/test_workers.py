@@ -1,6 +1,7 @@
 """Killable workers: what hangs, crashes or eats memory costs its own case only, and programs stay in their fence."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,28 @@ def test_results_are_in_order_and_complete(pool: Pool) -> None:
 def test_a_poisoned_batch_loses_only_its_poison(pool: Pool) -> None:
     done = pool.run([["hang"] if i % 10 == 0 else ["double", i] for i in range(40)])
     assert [result.status for result in done] == ["timeout" if i % 10 == 0 else "ok" for i in range(40)]
+
+
+def test_a_case_that_is_done_in_time_is_no_timeout_for_a_busy_parent(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent finds both workers late; the one that has answered meanwhile counts."""
+    from registry.rewards import workers
+
+    pool.run([["double", 1]] * 2)
+    start, real = time.monotonic(), workers.wait
+    answered: list[bool] = []
+
+    def stalled(channels: Any, timeout: float) -> list[Any]:
+        if answered:
+            return real(channels, timeout)
+        answered.append(bool(real(channels, 5)))  # it is ready, but this process was told nothing
+        return []
+
+    monkeypatch.setattr(workers, "wait", stalled)
+    monkeypatch.setattr(workers.time, "monotonic", lambda: start + 100 * len(answered))
+    [done] = pool.run([["double", 4]])
+    assert (answered, done.status, done.value) == ([True], "ok", 8)
 
 
 def test_a_killed_worker_is_gone(pool: Pool) -> None:

@@ -89,6 +89,8 @@ def parse_number(text: str) -> Fraction | None:
     if found is None:
         return None
     before, after = text[: found.start()], text[found.end() :]
+    if re.search(r"\bat (?:least|most)\b", text):
+        return None
     if not (_BEFORE.fullmatch(before) and _AFTER.fullmatch(after)):
         return None
     if found["exponent"] and abs(int(found["exponent"])) > MAX_EXPONENT:

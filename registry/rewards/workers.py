@@ -90,7 +90,8 @@ class Pool:
 
     def _progress(self, worker: _Worker, ready: bool) -> Done | None:
         ms = 1e3 * (time.monotonic() - worker.started)
-        if ready:
+        late = ms > 1e3 * self.timeout
+        if ready or (late and wait([worker.channel], 0)):  # done while this process was busy
             try:
                 data = worker.channel.recv(1 << 16)
             except OSError:
@@ -104,7 +105,7 @@ class Pool:
                 except ValueError:
                     return Done("crash", None, ms)
                 return Done("ok" if status == "ok" else "crash", value, ms)
-        return Done("timeout", None, ms) if ms > 1e3 * self.timeout else None
+        return Done("timeout", None, ms) if late else None
 
     # ---- processes ---------------------------------------------------------------------------------------------------
 

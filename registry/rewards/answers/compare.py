@@ -80,7 +80,7 @@ def compare(gold: str, answer: str, algebra: Algebra | None = None) -> Outcome:
 
 _PERCENT = re.compile(r"%|\bper\s?cent(?:age)?s?\b", re.IGNORECASE)
 _CIRC = re.compile(r"\^\\circ(?![a-zA-Z])")
-_FACTOR = re.compile(r"\d\s*[abcdeinpqrtuvwxyz]$")  # 7n is no 7; other letters may be units
+_FACTOR = re.compile(r"\d\s*(?:[abcdeinpqrtuvwxyz]$|!)")  # 7n and 7! are no 7; other letters may be units
 _BASE = re.compile(r"\(?([0-9A-F]+)\)?\s*_\s*\{?\s*(\d+|[a-z]+)\s*\}?")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
           "ten": "10", "twelve": "12", "sixteen": "16"}  # fmt: skip

@@ -127,7 +127,7 @@ def _tidy(statement: str) -> str:
 
 def _sentence(text: str, start: int) -> str:
     stop = _STOP.search(text, start, start + MAX_SENTENCE)
-    return text[start : stop.start() + (stop[0] in "!?") if stop else start + MAX_SENTENCE]
+    return text[start : stop.start() + (stop[0] == "?") if stop else start + MAX_SENTENCE]
 
 
 def stated(completion: str) -> Extract:
@@ -168,6 +168,8 @@ def _conclusion(final: str) -> Extract:
     last = final[-300:].rpartition("\n")[2]
     if len(last) <= 100 and not re.search(r"[^\W\d_]{2}", last) and parse_number(_tidy(last)) is not None:
         return Extract(_tidy(last), "bare number")
+    if verdict := re.match(r"(yes|no|true|false)(?:[.,!]|$)", final, re.IGNORECASE):
+        return Extract(verdict[1], "first word")
     sentence = re.split(r"(?<=[.!?])\s+|[。！？；]", last.rstrip(" 。.!?*"))[-1]
     if not _UNSURE.search(sentence) and (
         found := _IS_THE_ANSWER.fullmatch(sentence.strip()) or _CONCLUSION.fullmatch(sentence)

@@ -47,7 +47,7 @@ _REWRITES = [
         (r"\\([%#&$])", r"\1"),
         (r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![a-zA-Z])|(?<=\d)\s*(?:degrees?|deg)\b", r"^\\circ "),
         (r"\b(?:infinity)\b", r"\\infty "),
-        (r"\\(?:operatorname|mathbf|mathbb|mathcal|boldsymbol)\s*\*?\s*\{([^{}]*)\}", r" \1 "),
+        (r"\\(?:operatorname|underline|mathbf|mathbb|mathcal|boldsymbol)\s*\*?\s*\{([^{}]*)\}", r" \1 "),
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
         (r"\{([^{}]+)\\choose(?![a-zA-Z])([^{}]+)\}", r"\\binom{\1}{\2}"),
         (r"\{([^{}]+)\\over(?![a-zA-Z])([^{}]+)\}", r"\\frac{\1}{\2}"),
