@@ -81,7 +81,8 @@ def _measure(results: Results, what: dict[str, Any], repeats: int) -> None:
         # As the trainer's: FP32, on the same device, one tensor a matrix.
         tensors = {name: 0.01 * torch.randn(held.shape, device=where) for name, held in engine.adapter().items()}
         trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(engine=engine))
-        module = SimpleNamespace(policy=SimpleNamespace(adapter_parameters=lambda: tensors))
+        policy = SimpleNamespace(adapter_parameters=lambda: tensors, norm_parameters=dict)
+        module = SimpleNamespace(policy=policy)
         noise = NormNoise(engine.norms(), NORMS, seed=0)
 
         def send_adapter() -> None:
