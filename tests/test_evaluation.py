@@ -211,11 +211,12 @@ def result(folder: Path, name: str = "test.json") -> dict:
 def adapter(tmp_path_factory) -> Path:
     """A random adapter of another rank, scale and reach than those of the config."""
     folder = tmp_path_factory.mktemp("adapter")
+    torch.manual_seed(0)
     policy = Policy(EngineSpec(prepare("tiny", NVFP4()), NVFP4(), 4, 8.0, ("q_proj", "v_proj"), "float32"))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in policy.adapter_parameters().items():
         if "lora_B" in name:
-            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+            parameter.data = 0.6 * torch.randn(parameter.shape, generator=generator)
     policy.save_adapter(folder, "tiny")
     return folder
 

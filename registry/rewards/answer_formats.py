@@ -56,7 +56,10 @@ def gold_answer(answer: Any) -> str:
 
 @ANSWER_FORMATS.register("think_answer")
 class ThinkAnswer(AnswerFormat):
-    """Reasoning in ``<think>``, answer in ``<answer>`` (the prompt of QeRL). The last answer counts; several in a row are one answer of several parts."""
+    """Reasoning in ``<think>``, answer in ``<answer>`` (the prompt of QeRL).
+
+    The last answer counts; several in a row are one answer of several parts.
+    """
 
     markers = ("<answer>",)
 
