@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
+from qerl_pl.distributed import gather
 from qerl_pl.statistics import (
     Estimate,
     majority_at_k,
@@ -117,6 +119,13 @@ class Grades:
                 groups={group: str(columns[column]) for group, column in names.items() if column},
             )
             self.sets.setdefault(batch.source, []).append(problem)
+
+    def gathered(self) -> "Grades":
+        """Those of all processes, which take the problems in turn."""
+        parts = gather(self.sets)
+        names = list(dict.fromkeys(name for part in parts for name in part))
+        rows = {name: zip_longest(*(part.get(name, []) for part in parts)) for name in names}
+        return Grades({name: [p for row in rows[name] for p in row if p is not None] for name in names})
 
     def metrics(self, split: str) -> dict[str, float]:
         """For the log: ``split/pass@1`` (over several sets, their mean) and ``split/SET/pass@1``, each with ``_low``

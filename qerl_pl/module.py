@@ -16,6 +16,7 @@ from qerl_pl.batching import minibatches
 from qerl_pl.build import Layers, build_policy
 from qerl_pl.callbacks import AdapterSync, AdaptiveQuantizationNoise
 from qerl_pl.checkpoint import resolve
+from qerl_pl.distributed import Replicas, add_up_gradients
 from qerl_pl.evaluation import Grades
 from qerl_pl.gpu_memory import GPUMemory
 from qerl_pl.losses import Loss
@@ -125,13 +126,22 @@ class QeRLModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         if self.trainer.world_size > 1:
-            raise ValueError(
-                f"trainer.devices: {self.trainer.world_size} processes; only one is supported, use devices: 1"
-            )
+            self._check_replicas()
         if self.trainer.precision not in ("32-true", "bf16-mixed"):
             raise ValueError(
                 f"trainer.precision: {self.trainer.precision} would cast the adapter and its optimizer state; "
                 "use 32-true, and model.dtype: bfloat16 for the arithmetic of the base"
+            )
+
+    def _check_replicas(self) -> None:
+        if not isinstance(self.trainer.strategy, Replicas):
+            raise ValueError(
+                f"trainer.devices: {self.trainer.world_size} processes need trainer.strategy: replicas, or devices: 1"
+            )
+        if self.loss.top_entropy_quantile < 1 or self.data.max_sampling_rounds > 1:
+            raise ValueError(
+                f"trainer.devices: {self.trainer.world_size} processes, with which top_entropy_quantile and "
+                "max_sampling_rounds must be 1; use devices: 1"
             )
 
     def configure_model(self) -> None:
@@ -234,6 +244,7 @@ class QeRLModule(LightningModule):
         loss = self.objective.accumulate(batch, rows, scores)
         for parameter in parameters:  # also where no completion teaches anything, so that every step is a step
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        add_up_gradients(parameters)
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
         if not torch.isfinite(norm):
             raise RuntimeError(
@@ -269,9 +280,11 @@ class QeRLModule(LightningModule):
         self.log_dict({f"{prefix}/{k}": v for k, v in metrics.items()}, batch_size=len(batch), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
+        self.grades = self.grades.gathered()
         self.log_dict(self.grades.metrics("validation"))
 
     def on_test_epoch_end(self) -> None:
+        self.grades = self.grades.gathered()
         self.log_dict(self.grades.metrics("test"))
 
     # -------------------------------------------------------------- checkpoints

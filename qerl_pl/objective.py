@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.batching import micro_batches
+from qerl_pl.distributed import total
 from qerl_pl.losses import (
     Loss,
     entropy_threshold,
@@ -76,9 +77,9 @@ class Objective:
             assert scores.entropy is not None
             threshold = entropy_threshold(scores.entropy[rows], counted, settings.top_entropy_quantile)
             focus = mask & (scores.entropy >= threshold)
-        tokens = float(counted.sum())
-        focused = tokens if focus is None else float(focus[rows].sum())
-        total = torch.zeros((), device=batch.tokens.device)
+        counts = len(rows), int(counted.sum()), int(counted.sum() if focus is None else focus[rows].sum())
+        completions, tokens, focused = total(counts, batch.tokens.device)
+        sum_of_losses = torch.zeros((), device=batch.tokens.device)
         # Without KL and entropy a completion whose advantage is 0 has no gradient: it is measured, not differentiated.
         learn = (batch.advantages[rows] != 0) | bool(settings.beta or settings.entropy_coef)
         for part_rows, with_grad in ((rows[learn], True), (rows[~learn], False)):
@@ -96,7 +97,7 @@ class Objective:
                 ratio = importance_ratio(before, part.sampler_logprobs, keep, settings.importance_level)
                 loss, metrics = policy_loss(
                     settings, logprobs, before, part.advantages, keep,
-                    token_weights(keep, settings.loss_type, len(rows), tokens, self.max_length),
+                    token_weights(keep, settings.loss_type, completions, tokens, self.max_length),
                     importance_weights(ratio, settings.importance_cap, settings.importance_mode),
                     None if scores.reference is None else scores.reference[micro, :width],
                     where,
@@ -106,9 +107,9 @@ class Objective:
                     loss = loss - settings.entropy_coef * bonus
                 if with_grad:
                     self.backward(loss)
-                total += loss.detach()
+                sum_of_losses += loss.detach()
                 self.log.add(part, before, entropy.detach(), metrics, keep, ratio, settings.importance_cap)
-        return total
+        return sum_of_losses
 
     def _micro_batches(self, batch: RolloutBatch, rows: Tensor) -> Iterator[Tensor]:
         done = 0

@@ -41,5 +41,9 @@ class AdapterFolder(Callback):
 
 
 def run_folder(trainer: Trainer) -> Path:
-    """Where a run writes: the logger's folder, or the trainer's root."""
-    return Path(trainer.log_dir or trainer.default_root_dir)
+    """Where a run writes: the logger's folder, or the trainer's root.
+
+    ``trainer.log_dir`` would wait for the other processes, but some of the callers are the first alone.
+    """
+    logger = trainer.logger
+    return Path(getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None) or trainer.default_root_dir)

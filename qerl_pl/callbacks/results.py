@@ -56,9 +56,11 @@ class EvaluationResults(Callback):
 
     def _report(self, trainer: Trainer, pl_module: Any, split: str, name: str, batches: Any) -> None:
         policy = pl_module.grades
-        if not trainer.is_global_zero or not policy.sets:
+        if not policy.sets:
             return
-        base = evaluate_base(trainer, pl_module, split, int(sum(batches))) if self.base else None
+        base = evaluate_base(trainer, pl_module, split, int(sum(batches))).gathered() if self.base else None
+        if not trainer.is_global_zero:
+            return
         result = report(split, self._settings(trainer, pl_module, split), policy, base)
         path = run_folder(trainer) / "results" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
