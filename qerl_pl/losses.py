@@ -39,7 +39,7 @@ class Loss:
     """Settings of the objective, under the field's names; docs/objectives.md has the equation of each.
 
     Args:
-        loss_type: dapo: every token of the batch alike (bnpo the same, as one process is the whole batch); grpo: every
+        loss_type: dapo, bnpo: every token of the batch alike; grpo: every
             completion alike, and its tokens within it; dr_grpo: sum over tokens divided by completions ×
             max_completion_length; gspo: as grpo, with one ratio for a completion; luspo: as gspo, summed over tokens;
             cispo: REINFORCE with a capped ratio as weight; sapo: as grpo, with a smooth gate in place of the clip.
