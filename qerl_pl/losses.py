@@ -106,6 +106,9 @@ class Loss:
             if value is not None and value <= 0:
                 null = ", or null for no correction" if name == "importance_cap" else ""
                 raise ValueError(f"{name}: {value} must be above 0{null}")
+        for name in ("beta", "entropy_coef"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: {getattr(self, name)} must be at least 0; 0 leaves the term out")
         if not 0 < self.top_entropy_quantile <= 1:
             raise ValueError(f"top_entropy_quantile: {self.top_entropy_quantile} must be in (0, 1]; 1 is all tokens")
 

@@ -233,6 +233,8 @@ def test_k3_is_an_unbiased_estimate_of_kl():
         ({"kl_estimator": "k4"}, "kl_estimator: 'k4' is not one of k1, k2, k3"),
         ({"importance_mode": "drop"}, "importance_mode: 'drop' is not one of truncate, mask"),
         ({"loss_type": "cispo"}, "epsilon_high: 0.28 with cispo"),
+        ({"beta": -1.0}, "beta: -1.0 must be at least 0"),
+        ({"entropy_coef": -1.0}, "entropy_coef: -1.0 must be at least 0"),
         ({"delta": 1.1}, "delta: 1.1 must be above the upper clip bound 1.28"),
         ({"top_entropy_quantile": 0.0}, r"top_entropy_quantile: 0.0 must be in \(0, 1\]"),
         ({"sapo_temperature_pos": 0.0}, "sapo_temperature_pos: 0.0 must be above 0"),
