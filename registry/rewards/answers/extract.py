@@ -106,6 +106,10 @@ _HEDGED = re.compile(
     re.IGNORECASE,
 )
 _UNSURE = re.compile(_HEDGED.pattern + r"|\bnot\b|\bor\b|n't\b|\bif\b|\bthan\b", re.IGNORECASE)
+_CORRECTED = re.compile(
+    r"\W{0,4}(?:no\s?[,;:!–—-]|no[,.]?\s+wait\b|(?:wait|oops|sorry|correction|scratch\s+that)\b|actually,|or\s+maybe\b)",
+    re.IGNORECASE,
+)  # what takes back the statement before it
 _CONCLUSION = re.compile(
     r".*(?:\b(?:is|are|equals|gives|get|to)\s|=)\s*(?:equal\s+to\s+)?(?=[-+−–$€£\\(\[{.\d])(\S.{0,60})"
 )
@@ -154,13 +158,14 @@ def stated(completion: str) -> Extract:
         return Extract(_tidy(bare[-1]) or None, "box without braces")
     if r"\boxed" in final or r"\fbox" in final:
         return Extract(None, "box without an end")
-    labels = [_sentence(final, m.end()) for m in _LABEL.finditer(final)]
+    labels = [(m.end(), _sentence(final, m.end())) for m in _LABEL.finditer(final)]
     if labels:
-        answers = list(dict.fromkeys(_tidy(label) for label in labels))
+        answers = list(dict.fromkeys(_tidy(label) for _, label in labels))
         if len(answers) > MAX_STATEMENTS:
             return Extract(None, "many answers")
-        hedged = _HEDGED.search(answers[-1].partition(" because ")[0])
-        return Extract(None, "hedge") if hedged else Extract(answers[-1] or None, "answer is")
+        start, last = labels[-1]
+        hedged = _HEDGED.search(_tidy(last).partition(" because ")[0]) or _CORRECTED.match(final, start + len(last))
+        return Extract(None, "hedge") if hedged else Extract(_tidy(last) or None, "answer is")
     return _conclusion(final)
 
 
