@@ -21,9 +21,25 @@ class Extract(NamedTuple):
     rule: str
 
 
+_ENDS = (
+    "<|im_end|>", "</s>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<eos>", "<end_of_turn>",
+    "<｜end▁of▁sentence｜>",
+)  # fmt: skip
+
+
+def without_end(text: str) -> str:
+    """Without the special tokens that end a completion."""
+    end = whole = len(text.rstrip())
+    while token := next((token for token in _ENDS if text.endswith(token, 0, end)), None):
+        end -= len(token)
+        while end and text[end - 1].isspace():
+            end -= 1
+    return text[:end] if end < whole else text
+
+
 def after_thinking(completion: str) -> str | None:
     """What follows the last ``</think>``, or everything without one; None if thinking never ended."""
-    final = completion.rpartition("</think>")[2]
+    final = without_end(completion.rpartition("</think>")[2])
     return None if "<think>" in final else final
 
 
@@ -97,8 +113,11 @@ def tagged(completion: str) -> Extract:
 _HASH = re.compile(r"^[ \t]*####[ \t]*([^\s#][^\n]*)$", re.MULTILINE)
 _LABEL = re.compile(
     r"""(?:\b(?:answer|option|choice|ответ|réponse|respuesta|antwort)\b["'*_\s]{0,4}(?:\bis\b|\bare\b|:|：|=)
-        |(?:答案|结果)(?:是|为|：|:)|故选)[:：*_\s]{0,6}(?=\S)""",
-    re.IGNORECASE | re.VERBOSE,
+        |(?:答案|结果)(?:是|为|：|:)|故选|(?:答案|所以|应)选择?(?=[*\s(（]{0,3}(?-i:[A-Z])(?![A-Za-z]))
+        |^(?:\#{1,6}\ |\*\*)(?:final\ |correct\ )?answer\*{0,2}[ ]{0,3}\n
+            (?=\s{0,3}\*{0,2}\(?(?-i:[A-Z])(?:[).:,*]|[ ]{0,3}$))
+        )[:：*_\s]{0,6}(?=\S)""",
+    re.IGNORECASE | re.VERBOSE | re.MULTILINE,
 )
 _STOP = re.compile(r"[.!?](?=\s|$|\*)|[。！？；\n]")
 _HEDGED = re.compile(
@@ -114,7 +133,15 @@ _CONCLUSION = re.compile(
     r".*(?:\b(?:is|are|equals|gives|get|to)\s|=)\s*(?:equal\s+to\s+)?(?=[-+−–$€£\\(\[{.\d])(\S.{0,60})"
 )
 _IS_THE_ANSWER = re.compile(
-    r"(?:so|thus|therefore|hence)?,?\s*(\S{1,40})\s+is\s+(?:the|my)\s+(?:final\s+)?answer", re.IGNORECASE
+    r"(?:so|thus|therefore|hence)?,?\s*(?:(?:option|choice)\s+)?(\S{1,40})\s+is\s+(?:the|my)\s+"
+    r"(?:(?:final|correct|right|best)\s+){0,2}(?:answer|option|choice)",
+    re.IGNORECASE,
+)
+_CHOSEN = re.compile(
+    r"(?:so|thus|therefore|hence)?,?\s*(?:i\s+(?:would\s+)?(?:choose|pick|select)\s+(?:(?:option|choice|answer)\s+)?"
+    r"|(?:option|choice|answer)\s+(?=\S{1,8}\s+is\s+(?:correct|right)$))"
+    r"(\W{0,3}(?-i:[A-Z])\W{0,3})(?:\s*is\s+(?:correct|right))?",
+    re.IGNORECASE,
 )
 
 
@@ -177,7 +204,9 @@ def _conclusion(final: str) -> Extract:
         return Extract(verdict[1], "first word")
     sentence = re.split(r"(?<=[.!?])\s+|[。！？；]", last.rstrip(" 。.!?*"))[-1]
     if not _UNSURE.search(sentence) and (
-        found := _IS_THE_ANSWER.fullmatch(sentence.strip()) or _CONCLUSION.fullmatch(sentence)
+        found := _IS_THE_ANSWER.fullmatch(sentence.strip())
+        or _CHOSEN.fullmatch(sentence.strip())
+        or _CONCLUSION.fullmatch(sentence)
     ):
         return Extract(_tidy(found[1]) or None, "last sentence")
     if last == final and len(last) <= 60 and not re.search(r"(?<![\\a-zA-Z])[^\W\d_]{2}", last):
