@@ -45,8 +45,11 @@ def after_thinking(completion: str) -> str | None:
 
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _BETWEEN = re.compile(
-    r"(?:[\s,;$.]|\\[()\[\],; ]|\\text\{|\\(?:quad|qquad)\b|[{}]|\b(?:and|or)\b)*"
-)  # boxes of one answer: \boxed{3}, \boxed{5} and \boxed{7}
+    r"(?:[\s,;$.]|\\[()\[\],; ]|\\text\{|\\(?:quad|qquad)\b|[{}]|\bor\s{1,3}(?:\$|\\\()?[A-Za-z]\s{0,3}="
+    r"|\b(?:and|or|maybe|perhaps|possibly)\b)*"
+)  # boxes of one answer: \boxed{3}, \boxed{5} and \boxed{7}; x=\boxed{3} or x=\boxed{5}
+_GUESS = re.compile(r"\b(?:maybe|perhaps|possibly)\b")
+_ASKED = re.compile(r"\d[}\s$]{0,3}\?{1,3}[}\s$.]{0,4}\Z")  # 5?
 
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
@@ -74,7 +77,8 @@ def last_box(text: str) -> tuple[int, int, str] | None:
 def joined(text: str, marks: list[tuple[int, int, str]]) -> str | None:
     """The content of the last mark, with those before it that only a comma or an "and" parts from it.
 
-    ``The roots are [3], [5]`` is one answer; ``maybe [3] ... no, [5]`` is 5; ``[1] [2] [3]`` is a list, not 3.
+    ``The roots are [3], [5]`` is one answer; ``maybe [3] ... no, [5]`` is 5; ``[1] [2] [3]`` is a list, not 3. None for
+    a guess: ``[5?]``, ``[3] or maybe [5]``.
     """
     if not marks:
         return None
@@ -82,8 +86,10 @@ def joined(text: str, marks: list[tuple[int, int, str]]) -> str | None:
     for (_, end, content), (start, _, _) in zip(reversed(marks[:-1]), reversed(marks[1:]), strict=True):
         if end > start or not _BETWEEN.fullmatch(text, end, start) or not parts[0]:
             break
+        if _GUESS.search(text, end, start):
+            return None
         parts.insert(0, content)
-    return ", ".join(dict.fromkeys(parts)) or None
+    return None if any(map(_ASKED.search, parts)) else ", ".join(dict.fromkeys(parts)) or None
 
 
 def boxed(completion: str) -> Extract:
@@ -126,7 +132,7 @@ _HEDGED = re.compile(
 )
 _UNSURE = re.compile(_HEDGED.pattern + r"|\bnot\b|\bor\b|n't\b|\bif\b|\bthan\b", re.IGNORECASE)
 _CORRECTED = re.compile(
-    r"\W{0,4}(?:no\s?[,;:!–—-]|no[,.]?\s+wait\b|(?:wait|oops|sorry|correction|scratch\s+that)\b|actually,|or\s+maybe\b)",
+    r"\W{0,4}(?:no\s?[,;:!–—-]|no[,.]?\s+wait\b|wait\b(?!,?\s+let)|(?:oops|sorry|correction|scratch\s+that)\b|actually,|or\s+maybe\b)",
     re.IGNORECASE,
 )  # what takes back the statement before it
 _CONCLUSION = re.compile(
