@@ -46,9 +46,9 @@ def after_thinking(completion: str) -> str | None:
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _BETWEEN = re.compile(
     r"(?:[\s,;$.]|\\[()\[\],; ]|\\text\{|\\(?:quad|qquad)\b|[{}]|\bor\s{1,3}(?:\$|\\\()?[A-Za-z]\s{0,3}="
-    r"|\b(?:and|or|maybe|perhaps|possibly)\b)*"
+    r"|\b(?:and|or|(?i:maybe|perhaps|possibly))\b)*"
 )  # boxes of one answer: \boxed{3}, \boxed{5} and \boxed{7}; x=\boxed{3} or x=\boxed{5}
-_GUESS = re.compile(r"\b(?:maybe|perhaps|possibly)\b")
+_GUESS = re.compile(r"\b(?:maybe|perhaps|possibly)\b", re.IGNORECASE)
 _ASKED = re.compile(r"\d[}\s$]{0,3}\?{1,3}[}\s$.]{0,4}\Z")  # 5?
 
 
@@ -131,8 +131,21 @@ _HEDGED = re.compile(
     re.IGNORECASE,
 )
 _UNSURE = re.compile(_HEDGED.pattern + r"|\bnot\b|\bor\b|n't\b|\bif\b|\bthan\b", re.IGNORECASE)
+_CHECKED = re.compile(
+    r"\b(?:check|verify|confirm|test)(?:ing)?\s+(?:(?:the|my|our|this)\s+)?(?:final\s+)?\Z", re.IGNORECASE
+)  # Let me check the answer:
+_DERIVED = re.compile(
+    r"(?:found|obtained|given|computed|calculated|determined|derived|reached|checked|verified|confirmed)\s+"
+    r"(?:by|from|as|in|with|using|to|when|if|through|at|below|above)\b",
+    re.IGNORECASE,
+)  # The answer is found by adding
+_PRAISED = re.compile(
+    r"(?:indeed\s+)?(?:correct|consistent\s+with|verified|confirmed|reasonable|plausible|as\s+expected)\b",
+    re.IGNORECASE,
+)  # So the answer is correct
 _CORRECTED = re.compile(
-    r"\W{0,4}(?:no\s?[,;:!–—-]|no[,.]?\s+wait\b|wait\b(?!,?\s+let)|(?:oops|sorry|correction|scratch\s+that)\b|actually,|or\s+maybe\b)",
+    r"\W{0,4}(?:no\s?[,;:!–—-]|no[,.]?\s+wait\b|wait\b(?!,?\s+let)"
+    r"|(?:oops|sorry|hmm|actually|correction|scratch\s+that)\b|or\s+maybe\b)",
     re.IGNORECASE,
 )  # what takes back the statement before it
 _CONCLUSION = re.compile(
@@ -167,6 +180,17 @@ def _sentence(text: str, start: int) -> str:
     return text[start : stop.start() + (stop[0] == "?") if stop else start + MAX_SENTENCE]
 
 
+def _labels(final: str) -> list[tuple[int, str]]:
+    """Start and text of each statement after a label, without remarks on an answer or on the way to it."""
+    found: list[tuple[int, str]] = []
+    for label in _LABEL.finditer(final):
+        text = _sentence(final, label.end())
+        checked = _CHECKED.search(final, max(0, label.start() - 40), label.start())
+        if not (_DERIVED.match(text) or (found and (checked or _PRAISED.match(text)))):
+            found.append((label.end(), text))
+    return found
+
+
 def stated(completion: str) -> Extract:
     """The answer wherever it is plainly stated: the last box or ``####`` line; without them the last "the answer is";
     without that a last sentence that ends in "is ..." or a text that is nothing but an expression.
@@ -183,6 +207,8 @@ def stated(completion: str) -> Extract:
     if found or not hashes or final.find("\n", hashes[-1].start()) >= 0:
         hashes = [mark for mark in hashes if not mark[1][0].isalpha()]  # those are headlines
     if hashes and (not found or hashes[-1].start() > found[-1][1]):
+        if _ASKED.search(hashes[-1][1]):
+            return Extract(None, "hedge")
         box = last_box(hashes[-1][1])
         return Extract(box[2] if box else _tidy(hashes[-1][1]) or None, "####")
     if found:
@@ -191,7 +217,7 @@ def stated(completion: str) -> Extract:
         return Extract(_tidy(bare[-1]) or None, "box without braces")
     if r"\boxed" in final or r"\fbox" in final:
         return Extract(None, "box without an end")
-    labels = [(m.end(), _sentence(final, m.end())) for m in _LABEL.finditer(final)]
+    labels = _labels(final)
     if labels:
         answers = list(dict.fromkeys(_tidy(label) for _, label in labels))
         if len(answers) > MAX_STATEMENTS:

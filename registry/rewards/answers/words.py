@@ -36,7 +36,7 @@ _TAKEN_BACK = re.compile(
     |\W{0,4}(?i:cannot|can't|can\s+not|(?:might|may|could)\s+be)\b
     |\W{1,4}(?:(?i:or|else|maybe|perhaps|possibly|no|wait|actually|oops|sorry|rather|it's|is|option|choice)\W{1,3}){1,4}
         [A-Z]\b
-    |\s?[,(]\s?(?i:maybe|perhaps|possibly|not\s+sure|unsure)\b""",
+    |\s?[,(]\s?(?i:maybe|perhaps|possibly|probably|not\s+sure|unsure)\b""",
     re.VERBOSE,
 )  # B is wrong; B (or C); B. No wait, C; but C) maybe is an option with its text
 _REASON = re.compile(r"\s*(?:[.:,;)\-–—]|because\b|since\b|as\b|is\b|\()", re.IGNORECASE)
