@@ -92,8 +92,9 @@ def test_code_block(completion: str, program: str | None) -> None:
 HOSTILE = [
     r"\boxed{" * 5_000, r"\boxed{1}" * 5_000, "<answer>" * 5_000, "<answer>1</answer>" * 5_000, "$" * 20_000,
     "(" * 20_000,
-    "The answer is " * 5_000, "#### 1\n" * 5_000, "```python\n" * 5_000, "1 " * 20_000, "is " * 10_000, "." * 30_000,
-    "a" * 30_000, "</think>" * 5_000, "x" + " " * 30_000 + "x",
+    "The answer is " * 5_000, "check the answer: 1. " * 3_000,
+    r"\boxed{1} or " * 3_000, "or   " * 6_000, "#### 1\n" * 5_000, "```python\n" * 5_000, "1 " * 20_000, "is " * 10_000,
+    "." * 30_000, "a" * 30_000, "</s>" * 8_000, "</think>" * 5_000, "x" + " " * 30_000 + "x",
 ]  # fmt: skip
 
 

@@ -23,26 +23,39 @@ def unit(text: str) -> str:
 
 
 _CHOICE = re.compile(
-    r"(?:(?:the\s+)?(?:correct\s+)?(?:answer|option|choice)(?:\s+is)?:?\s+)?"
+    r"(?i:(?:the\s+|my\s+)?(?:(?:correct|final|best|right)\s+)?(?:answer|option|choice)(?:\s+is)?(?:\s*:\s*|\s+)){0,2}"
     r"(?:(?P<marked>[(\[]?\s*[A-Z]\s*[)\]])|(?P<bare>[A-Z]))(?P<rest>(?:[\s.:,;\-–—].*)?)",
     re.DOTALL,
 )
 _OTHER_CHOICE = re.compile(
     r"\s*(?:/|&|\+|\b(?:or|and)\b)|[\s.,;:]*\(?[A-Z]\)?\s*(?:[.,;/)]|$|\b(?:or|and)\b)|\s*,\s*\(?[A-Z]\b"
 )
+_TAKEN_BACK = re.compile(
+    r"""\W{0,4}(?i:is|was|seems|looks)(?:n't\b|\s+(?!the\ only\b)(?:\w{1,12}\s+){0,2}
+        (?i:not|never|wrong|incorrect|false|invalid|impossible|unlikely)\b)
+    |\W{0,4}(?i:cannot|can't|can\s+not|(?:might|may|could)\s+be)\b
+    |\W{1,4}(?:(?i:or|else|maybe|perhaps|possibly|no|wait|actually|oops|sorry|rather|it's|is|option|choice)\W{1,3}){1,4}
+        [A-Z]\b
+    |\s?[,(]\s?(?i:maybe|perhaps|possibly|probably|not\s+sure|unsure)\b""",
+    re.VERBOSE,
+)  # B is wrong; B (or C); B. No wait, C; but C) maybe is an option with its text
 _REASON = re.compile(r"\s*(?:[.:,;)\-–—]|because\b|since\b|as\b|is\b|\()", re.IGNORECASE)
 
 
 def choice_letter(text: str) -> str | None:
     """The one letter that a multiple choice answer states: ``C``, ``(C)``, ``C: the option``, ``C because ...``."""
     text = text.strip(" *_`")
+    if len(text) > 2 and (text[0], text[-1]) in (("'", "'"), ('"', '"'), ("‘", "’"), ("“", "”")):
+        text = text[1:-1]
     if re.fullmatch(r"\(?[a-z][).]*", text):
         text = text.upper()
     found = _CHOICE.fullmatch(text)
     if found is None:
         return None
     rest = found["rest"]
-    if rest.strip(" .,:;") and (_OTHER_CHOICE.match(rest) or not (found["marked"] or _REASON.match(rest))):
+    if rest.strip(" .,:;") and (
+        _OTHER_CHOICE.match(rest) or _TAKEN_BACK.match(rest) or not (found["marked"] or _REASON.match(rest))
+    ):
         return None
     return (found["marked"] or found["bare"]).strip("()[] ")
 
