@@ -42,6 +42,8 @@ _BEFORE = re.compile(
     r"(?:(?:[^\W\d_]|(?<=[^\W\d_])-(?=[^\W\d_])|[\s.,:;!?'\"()\[\]*_#=])*[\s.,:;!?'\"()\[\]*_#=])?(?<![^\W\d_][(\[])"
 )
 _AFTER = re.compile(r"(?:[^\W\d_]|[-/](?=[^\W\d_])|[\s.,:;!?'\"()\[\]*_])*")
+# Before the sign of a sum: one letter or a bracket, or any word if the sign has spaces around it (as _).
+_TERM = re.compile(r"(?:(?<![^\W\d_])[^\W\d_]|[)\]])\s*_?$|[^\W\d_]\s+_$")
 _WORD = re.compile(r"[^\W\d_]+")
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _REFUSED = {
@@ -89,6 +91,8 @@ def parse_number(text: str) -> Fraction | None:
     if found is None:
         return None
     before, after = text[: found.start()], text[found.end() :]
+    if found["sign"] and _TERM.search(before + ("_" if found["sign"][1:] else "")):
+        return None
     if re.search(r"\bat (?:least|most)\b", text):
         return None
     if not (_BEFORE.fullmatch(before) and _AFTER.fullmatch(after)):

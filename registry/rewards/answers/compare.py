@@ -80,7 +80,16 @@ def compare(gold: str, answer: str, algebra: Algebra | None = None) -> Outcome:
 
 _PERCENT = re.compile(r"%|\bper\s?cent(?:age)?s?\b", re.IGNORECASE)
 _CIRC = re.compile(r"\^\\circ(?![a-zA-Z])")
-_FACTOR = re.compile(r"\d\s*(?:[abcdeinpqrtuvwxyz]$|!)")  # 7n and 7! are no 7; other letters may be units
+_FACTOR = re.compile(r"\d[})]*(?:\s*(?P<sign>!)|(?P<space>\s*)(?P<letters>[a-zA-Z]+))")
+# After a number these are words or units; other short letters are factors: 7n and 6xy are no 7 and no 6.
+_SHORT_WORDS = (
+    "m s g h l f j k o mm cm dm km nm in ft yd mi sec secs min mins hr hrs mg kg lb lbs oz pt pts qt gal ml cl dl kl "
+    "mph kph kmh rpm hz khz mhz kw kwh mw gb mb kb kj pa kpa ev usd eur gbp rs am pm st nd rd th deg rad sq cu day "
+    "days yr yrs wk wks mo men boys girl boy cat cats dog dogs car cars cup cups box bag bags way pen pens row "
+    "rows hour foot feet inch mile yard year week gram cent ways ride more less each per is of an at to as by if it "
+    "no or and so we"
+)
+_AT_NUMBER = frozenset(_SHORT_WORDS.split())
 _BASE = re.compile(r"\(?([0-9A-F]+)\)?\s*_\s*\{?\s*(\d+|[a-z]+)\s*\}?")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
           "ten": "10", "twelve": "12", "sixteen": "16"}  # fmt: skip
@@ -246,7 +255,7 @@ class _Comparison:
             return Outcome(self.based(based, g, a), "base")
         percent = [bool(_PERCENT.search(text)) for text in (gold, answer)]
         degrees = [bool(_CIRC.search(text)) for text in (gold, answer)]
-        numbers = [None if _FACTOR.search(x) else _number(_CIRC.sub("", x)) for x in (gold, answer)]
+        numbers = [None if _product(x) else _number(_CIRC.sub("", x)) for x in (gold, answer)]
         if numbers[0] is not None and numbers[1] is not None:
             if _differ(lead(gold), lead(answer)):
                 return Outcome(False, "word")  # June 20 is not July 20
@@ -293,6 +302,19 @@ class _Comparison:
 
 def _differ(left: str, right: str) -> bool:
     return bool(left and right and left != right)
+
+
+def _product(text: str) -> bool:
+    """Whether letters or a sign after a number are factors of it: no words, no units."""
+    found = _FACTOR.search(text)
+    if found is None or found["sign"]:
+        return found is not None
+    after = found["letters"]
+    if len(after) == 1 and after.isupper():
+        return False  # 5 N, 5 V, 20 C
+    if len(after) > 4 or after.lower() in _AT_NUMBER or (len(after) == 1 and found.end() < len(text)):
+        return False
+    return len(after) < 3 or not found["space"] or not re.search("[aeiou]", after.lower())
 
 
 _ZERO = Node("number", name="0")
