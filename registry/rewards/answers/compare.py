@@ -57,7 +57,7 @@ def compare(gold: str, answer: str, algebra: Algebra | None = None) -> Outcome:
     """
     if len(gold) > MAX_ANSWER or len(answer) > MAX_ANSWER:
         return Outcome(False, "too long")
-    if _differ(unit(gold), unit(answer)):
+    if _differ(unit(gold), unit(answer)) or _differ(_half_of_day(gold), _half_of_day(answer)):
         return Outcome(False, "unit")
     g, a = normalised(gold), normalised(answer)
     if not g or not a:
@@ -76,6 +76,15 @@ def compare(gold: str, answer: str, algebra: Algebra | None = None) -> Outcome:
         return Outcome(False, "bounds")
     except (UndefinedError, RecursionError):
         return Outcome(False, "undefined")
+
+
+_HALF_OF_DAY = re.compile(r"\d(?:[\s~{}]|\\[,;: ]|\\(?:text|mathrm|mbox|textrm)\b)*([ap])\.?\s?m\b", re.IGNORECASE)
+
+
+def _half_of_day(text: str) -> str:
+    """``a`` or ``p`` if a time of day says so, else empty."""
+    found = _HALF_OF_DAY.search(text)
+    return found[1].lower() if found else ""
 
 
 _PERCENT = re.compile(r"%|\bper\s?cent(?:age)?s?\b", re.IGNORECASE)
