@@ -104,6 +104,42 @@ _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven
           "ten": "10", "twelve": "12", "sixteen": "16"}  # fmt: skip
 
 
+_LETTER = r"(?:[A-Za-z]|\\(?!pi\b)[a-z]+)(?:_(?:\w|\{\s*\w+\s*\}))?'*"
+_POINTS = r"(?:[A-Z]\s*){1,4}"
+_ARGUMENTS = r"\((?:[^()]|\([^()]*\))*\)"
+_LEFT, _RIGHT = r"(?:\||\\[lr]vert|\\[lr]?Vert|\\\|)\s*", r"\s*(?:\||\\[lr]vert|\\[lr]?Vert|\\\|)"
+_QUANTITY = re.compile(  # which no value of its own letters solves for: f(2), but not x(x + 2)
+    rf"[fghpqrFGHPQRETVSANC](?:_\{{?\w+\}}?)?'*(?:\s*\^\s*\{{?\s*-\s*1\s*\}}?)?\s*{_ARGUMENTS}"
+    rf"|\\?(?:gcd|lcm|max|min|det|deg|dim|arg|Re|Im|Var|Cov)\s*(?:{_ARGUMENTS}|{_LETTER})"
+    rf"|\\?(?:sin|cos|tan|cot|sec|csc)\s*(?:\^\s*\{{?\s*2\s*\}}?\s*)?\(?\s*"
+    rf"(?:\\angle\s*{_POINTS}|{_LETTER}|{_POINTS})\s*\)?"
+    rf"|m?\s*\\angle\s*{_LETTER}|m\s*\(?\s*\\angle\s*{_POINTS}\)?|\[\s*[A-Z](?:\s*[A-Z]){{2,}}\s*\]"
+    rf"|{_LEFT}(?:[a-wzA-Z](?:_\{{?\w+\}}?)?|[A-Z]{{2}}|\\(?:vec|overline|mathbf)\s*\{{?\s*[A-Za-z]+\s*\}}?){_RIGHT}"
+    rf"|[A-Za-z](?:_\{{?\s*\\?\w+\s*\}}?)|[A-Za-z][A-Za-z ]+\\(?:triangle|angle)\s*{_POINTS}"
+    r"|\\(?:frac\s*\{\s*d[a-z]\s*\}\s*\{\s*d[a-z]\s*\}|(?:lim|int)(?![a-zA-Z])\s*_.*)"
+)
+_VECTORS = re.compile(r"\\vec\s*\{?\s*[a-z]\s*\}?\s*\\cdot\s*\\vec\s*\{?\s*[a-z]\s*\}?")
+_PART = rf"(?:{_LETTER}|[A-Z]\s*[A-Z])"
+_SUM = rf"{_PART}(?:\s*[-+]\s*{_PART})*"
+_COMBINED = re.compile(rf"\\frac\s*\{{\s*{_SUM}\s*\}}\s*\{{\s*{_SUM}\s*\}}|{_PART}\s*/\s*{_PART}|(?P<sum>{_SUM})")
+_NAMES = re.compile(_PART)
+
+
+def _combines(side: str, asked: bool) -> bool:
+    """Whether a side is a ratio or sum of names, each there once: m/n, m + n, but not x + 2.
+
+    x + y = 5 is more likely a line than a value, and so is any sum that is asked for.
+    """
+    if _VECTORS.fullmatch(side):
+        return True
+    found = _COMBINED.fullmatch(side)
+    if found is None:
+        return False
+    names = [re.sub(r"\s", "", name) for name in _NAMES.findall(side.replace(r"\frac", ""))]
+    line = found["sum"] is not None and (asked or {"x", "y", "z"} >= set(names))
+    return len(set(names)) == len(names) > 1 and not line and not {"e", "i"} >= set(names)
+
+
 class _Comparison:
     def __init__(self, algebra: Algebra | None) -> None:
         self.algebra = algebra
@@ -207,7 +243,7 @@ class _Comparison:
             return False
         equation, other = (gold, answer) if isinstance(gold, Equation) else (answer, gold)
         assert isinstance(equation, Equation)
-        value = self.assigned(equation) or self.computed(equation)
+        value = self.assigned(equation) or self.measured(equation, asked=equation is gold) or self.computed(equation)
         if value is None:
             return False
         return self.same(value[1], other) if equation is gold else self.same(other, value[1])
@@ -221,6 +257,15 @@ class _Comparison:
         if len(rest) > 1 and self.computed(Equation(rest)) is None:
             return None
         return name, structure(rest[-1])
+
+    def measured(self, equation: Equation, asked: bool) -> tuple[str, Answer] | None:
+        """Quantity and value of ``f(2) = 5`` or ``m + n = 100 + 13 = 113``. A sum that is asked for is an equation."""
+        rest = equation.sides
+        while rest and (is_name(rest[0]) or _QUANTITY.fullmatch(rest[0]) or _combines(rest[0], asked)):
+            rest = rest[1:]
+        if not rest or len(rest) == len(equation.sides) or (len(rest) > 1 and self.computed(Equation(rest)) is None):
+            return None
+        return equation.sides[0], structure(rest[-1])
 
     def computed(self, equation: Equation) -> tuple[str, Answer] | None:
         """The last side of ``2 + 3 = 5`` if all sides are equal, so that ``0 = 7`` is not 7."""
