@@ -364,11 +364,12 @@ def _product(text: str) -> bool:
     if found is None or found["sign"]:
         return found is not None
     after = found["letters"]
-    if len(after) == 1 and after.isupper():
-        return False  # 5 N, 5 V, 20 C
+    if len(after) == 1 and after.isupper():  # 5 N, 5 V, 20 C, but 2R and 5M
+        return after not in "NVCAWJFKLH"
     if len(after) > 4 or after.lower() in _AT_NUMBER or (len(after) == 1 and found.end() < len(text)):
         return False
-    return len(after) < 3 or not found["space"] or not re.search("[aeiou]", after.lower())
+    plural = len(after) == 4 and after.endswith("s")
+    return len(after) < 3 or not (found["space"] or plural) or not re.search("[aeiou]", after.lower())
 
 
 _ZERO = Node("number", name="0")
