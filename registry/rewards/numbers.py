@@ -42,14 +42,30 @@ _BEFORE = re.compile(
     r"(?:(?:[^\W\d_]|(?<=[^\W\d_])-(?=[^\W\d_])|[\s.,:;!?'\"()\[\]*_#=])*[\s.,:;!?'\"()\[\]*_#=])?(?<![^\W\d_][(\[])"
 )
 _AFTER = re.compile(r"(?:[^\W\d_]|[-/](?=[^\W\d_])|[\s.,:;!?'\"()\[\]*_])*")
+# Before the sign of a sum: one letter or a bracket, or any word if the sign has spaces around it (as _).
+_TERM = re.compile(r"(?:(?<![^\W\d_])[^\W\d_]|[)\]])\s*_?$|[^\W\d_]\s+_$")
 _WORD = re.compile(r"[^\W\d_]+")
-_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES = {
+    "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
+    "dozens": 12,
+}  # fmt: skip
+_PARTS = {
+    f"{name}{plural}": Fraction(1, n)
+    for name, n in (("tenth", 10), ("hundredth", 100), ("thousandth", 1000), ("millionth", 10**6))
+    for plural in ("", "s")
+}
 _REFUSED = {
     "or", "nor", "not", "either", "neither", "between", "than", "maybe", "perhaps", "plus", "minus", "negative",
     "half", "halves", "sqrt", "root", "log", "ln", "pi", "π", "squared", "cubed", "factorial", "two", "three",
     "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "twenty", "thirty", "forty", "fifty",
-    "sixty", "seventy", "eighty", "ninety",
+    "sixty", "seventy", "eighty", "ninety", "incorrect", "wrong", "false", "isn", "untrue", "except",
 }  # fmt: skip
+# Directly before a number they change it.
+_CHANGES = re.compile(
+    r"\b(?:twice|double|triple|sin|cos|tan|under|above|below|over|reciprocal of|factorial of|square of|all but|"
+    r"anything but)\s+[$\s]*$"
+)
+_MULTIPLES: dict[str, Fraction] = {**{name: Fraction(n) for name, n in _SCALES.items()}, **_PARTS}
 _REFUSED_AFTER = _REFUSED | {"x", "y", "z", "k", "mn", "bn"} | _SCALES.keys()
 
 
@@ -89,7 +105,9 @@ def parse_number(text: str) -> Fraction | None:
     if found is None:
         return None
     before, after = text[: found.start()], text[found.end() :]
-    if re.search(r"\bat (?:least|most)\b", text):
+    if found["sign"] and _TERM.search(before + ("_" if found["sign"][1:] else "")):
+        return None
+    if re.search(r"\bat (?:least|most)\b", text) or _CHANGES.search(before):
         return None
     if not (_BEFORE.fullmatch(before) and _AFTER.fullmatch(after)):
         return None
@@ -103,8 +121,8 @@ def parse_number(text: str) -> Fraction | None:
         value /= divisor
     value += int(found["whole"] or 0)
     words = _WORD.findall(after)
-    while words and words[0] in _SCALES:
-        value *= _SCALES[words.pop(0)]
+    while words and words[0] in _MULTIPLES:
+        value *= _MULTIPLES[words.pop(0)]
     if not (_REFUSED.isdisjoint(_WORD.findall(before)) and _REFUSED_AFTER.isdisjoint(words)):
         return None
     return -value if (found["sign"] or "").startswith("-") else value

@@ -57,7 +57,7 @@ def compare(gold: str, answer: str, algebra: Algebra | None = None) -> Outcome:
     """
     if len(gold) > MAX_ANSWER or len(answer) > MAX_ANSWER:
         return Outcome(False, "too long")
-    if _differ(unit(gold), unit(answer)):
+    if _differ(unit(gold), unit(answer)) or _differ(_half_of_day(gold), _half_of_day(answer)):
         return Outcome(False, "unit")
     g, a = normalised(gold), normalised(answer)
     if not g or not a:
@@ -78,12 +78,66 @@ def compare(gold: str, answer: str, algebra: Algebra | None = None) -> Outcome:
         return Outcome(False, "undefined")
 
 
+_HALF_OF_DAY = re.compile(r"\d(?:[\s~{}]|\\[,;: ]|\\(?:text|mathrm|mbox|textrm)\b)*([ap])\.?\s?m\b", re.IGNORECASE)
+
+
+def _half_of_day(text: str) -> str:
+    """``a`` or ``p`` if a time of day says so, else empty."""
+    found = _HALF_OF_DAY.search(text)
+    return found[1].lower() if found else ""
+
+
 _PERCENT = re.compile(r"%|\bper\s?cent(?:age)?s?\b", re.IGNORECASE)
 _CIRC = re.compile(r"\^\\circ(?![a-zA-Z])")
-_FACTOR = re.compile(r"\d\s*(?:[abcdeinpqrtuvwxyz]$|!)")  # 7n and 7! are no 7; other letters may be units
+_FACTOR = re.compile(r"\d[})]*(?:\s*(?P<sign>!)|(?P<space>\s*)(?P<letters>[a-zA-Z]+))")
+# After a number these are words or units; other short letters are factors: 7n and 6xy are no 7 and no 6.
+_SHORT_WORDS = (
+    "m s g h l f j k o mm cm dm km nm in ft yd mi sec secs min mins hr hrs mg kg lb lbs oz pt pts qt gal ml cl dl kl "
+    "mph kph kmh rpm hz khz mhz kw kwh mw gb mb kb kj pa kpa ev usd eur gbp rs am pm st nd rd th deg rad sq cu day "
+    "days yr yrs wk wks mo men boys girl boy cat cats dog dogs car cars cup cups box bag bags way pen pens row "
+    "rows hour foot feet inch mile yard year week gram cent ways ride more less each per is of an at to as by if it "
+    "no or and so we"
+)
+_AT_NUMBER = frozenset(_SHORT_WORDS.split())
 _BASE = re.compile(r"\(?([0-9A-F]+)\)?\s*_\s*\{?\s*(\d+|[a-z]+)\s*\}?")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
           "ten": "10", "twelve": "12", "sixteen": "16"}  # fmt: skip
+
+
+_LETTER = r"(?:[A-Za-z]|\\(?!pi\b)[a-z]+)(?:_(?:\w|\{\s*\w+\s*\}))?'*"
+_POINTS = r"(?:[A-Z]\s*){1,4}"
+_ARGUMENTS = r"\((?:[^()]|\([^()]*\))*\)"
+_LEFT, _RIGHT = r"(?:\||\\[lr]vert|\\[lr]?Vert|\\\|)\s*", r"\s*(?:\||\\[lr]vert|\\[lr]?Vert|\\\|)"
+_QUANTITY = re.compile(  # which no value of its own letters solves for: f(2), but not x(x + 2)
+    rf"[fghpqrFGHPQRETVSANC](?:_\{{?\w+\}}?)?'*(?:\s*\^\s*\{{?\s*-\s*1\s*\}}?)?\s*{_ARGUMENTS}"
+    rf"|\\?(?:gcd|lcm|max|min|det|deg|dim|arg|Re|Im|Var|Cov)\s*(?:{_ARGUMENTS}|{_LETTER})"
+    rf"|\\?(?:sin|cos|tan|cot|sec|csc)\s*(?:\^\s*\{{?\s*2\s*\}}?\s*)?\(?\s*"
+    rf"(?:\\angle\s*{_POINTS}|{_LETTER}|{_POINTS})\s*\)?"
+    rf"|m?\s*\\angle\s*{_LETTER}|m\s*\(?\s*\\angle\s*{_POINTS}\)?|\[\s*[A-Z](?:\s*[A-Z]){{2,}}\s*\]"
+    rf"|{_LEFT}(?:[a-wzA-Z](?:_\{{?\w+\}}?)?|[A-Z]{{2}}|\\(?:vec|overline|mathbf)\s*\{{?\s*[A-Za-z]+\s*\}}?){_RIGHT}"
+    rf"|[A-Za-z](?:_\{{?\s*\\?\w+\s*\}}?)|[A-Za-z][A-Za-z ]+\\(?:triangle|angle)\s*{_POINTS}"
+    r"|\\(?:frac\s*\{\s*d[a-z]\s*\}\s*\{\s*d[a-z]\s*\}|(?:lim|int)(?![a-zA-Z])\s*_.*)"
+)
+_VECTORS = re.compile(r"\\vec\s*\{?\s*[a-z]\s*\}?\s*\\cdot\s*\\vec\s*\{?\s*[a-z]\s*\}?")
+_PART = rf"(?:{_LETTER}|[A-Z]\s*[A-Z])"
+_SUM = rf"{_PART}(?:\s*[-+]\s*{_PART})*"
+_COMBINED = re.compile(rf"\\frac\s*\{{\s*{_SUM}\s*\}}\s*\{{\s*{_SUM}\s*\}}|{_PART}\s*/\s*{_PART}|(?P<sum>{_SUM})")
+_NAMES = re.compile(_PART)
+
+
+def _combines(side: str, asked: bool) -> bool:
+    """Whether a side is a ratio or sum of names, each there once: m/n, m + n, but not x + 2.
+
+    x + y = 5 is more likely a line than a value, and so is any sum that is asked for.
+    """
+    if _VECTORS.fullmatch(side):
+        return True
+    found = _COMBINED.fullmatch(side)
+    if found is None:
+        return False
+    names = [re.sub(r"\s", "", name) for name in _NAMES.findall(side.replace(r"\frac", ""))]
+    line = found["sum"] is not None and (asked or {"x", "y", "z"} >= set(names))
+    return len(set(names)) == len(names) > 1 and not line and not {"e", "i"} >= set(names)
 
 
 class _Comparison:
@@ -189,7 +243,7 @@ class _Comparison:
             return False
         equation, other = (gold, answer) if isinstance(gold, Equation) else (answer, gold)
         assert isinstance(equation, Equation)
-        value = self.assigned(equation) or self.computed(equation)
+        value = self.assigned(equation) or self.measured(equation, asked=equation is gold) or self.computed(equation)
         if value is None:
             return False
         return self.same(value[1], other) if equation is gold else self.same(other, value[1])
@@ -203,6 +257,15 @@ class _Comparison:
         if len(rest) > 1 and self.computed(Equation(rest)) is None:
             return None
         return name, structure(rest[-1])
+
+    def measured(self, equation: Equation, asked: bool) -> tuple[str, Answer] | None:
+        """Quantity and value of ``f(2) = 5`` or ``m + n = 100 + 13 = 113``. A sum that is asked for is an equation."""
+        rest = equation.sides
+        while rest and (is_name(rest[0]) or _QUANTITY.fullmatch(rest[0]) or _combines(rest[0], asked)):
+            rest = rest[1:]
+        if not rest or len(rest) == len(equation.sides) or (len(rest) > 1 and self.computed(Equation(rest)) is None):
+            return None
+        return equation.sides[0], structure(rest[-1])
 
     def computed(self, equation: Equation) -> tuple[str, Answer] | None:
         """The last side of ``2 + 3 = 5`` if all sides are equal, so that ``0 = 7`` is not 7."""
@@ -246,7 +309,7 @@ class _Comparison:
             return Outcome(self.based(based, g, a), "base")
         percent = [bool(_PERCENT.search(text)) for text in (gold, answer)]
         degrees = [bool(_CIRC.search(text)) for text in (gold, answer)]
-        numbers = [None if _FACTOR.search(x) else _number(_CIRC.sub("", x)) for x in (gold, answer)]
+        numbers = [None if _product(x) else _number(_CIRC.sub("", x)) for x in (gold, answer)]
         if numbers[0] is not None and numbers[1] is not None:
             if _differ(lead(gold), lead(answer)):
                 return Outcome(False, "word")  # June 20 is not July 20
@@ -293,6 +356,20 @@ class _Comparison:
 
 def _differ(left: str, right: str) -> bool:
     return bool(left and right and left != right)
+
+
+def _product(text: str) -> bool:
+    """Whether letters or a sign after a number are factors of it: no words, no units."""
+    found = _FACTOR.search(text)
+    if found is None or found["sign"]:
+        return found is not None
+    after = found["letters"]
+    if len(after) == 1 and after.isupper():  # 5 N, 5 V, 20 C, but 2R and 5M
+        return after not in "NVCAWJFKLH"
+    if len(after) > 4 or after.lower() in _AT_NUMBER or (len(after) == 1 and found.end() < len(text)):
+        return False
+    plural = len(after) == 4 and after.endswith("s")
+    return len(after) < 3 or not (found["space"] or plural) or not re.search("[aeiou]", after.lower())
 
 
 _ZERO = Node("number", name="0")

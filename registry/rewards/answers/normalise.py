@@ -62,7 +62,12 @@ _UNIT_TEXT = re.compile(
     r"(?<=[\w})])\s*\\(?:text(?:bf|rm|it)?|math(?:rm|it)|mbox|hbox)\s*\{\s*([a-zA-Z][a-zA-Z. /^23-]*)\}"
     r"\s*(?:\^\s*\{?[23]\}?)?\s*\.?$"
 )
-_NOT_A_UNIT = re.compile(r"\b(?:or|and|if|mod|for|when)\b")
+_NOT_A_UNIT = re.compile(  # nor is a word that changes the number, or denies it
+    r"\b(?:or|and|if|mod|for|when|not|isn|no|incorrect|wrong|false|maybe|perhaps|than)\b"
+    r"|^\s*(?:squared|cubed|factorial|half|halves|dozens?|(?:ten|hundred|thousand|million)ths?|hundred|thousand"
+    r"|(?:m|b|tr)illion)\b",
+    re.IGNORECASE,
+)
 
 
 _SUPER = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
