@@ -65,7 +65,8 @@ _CHANGES = re.compile(
     r"\b(?:twice|double|triple|sin|cos|tan|under|above|below|over|reciprocal of|factorial of|square of|all but|"
     r"anything but)\s+[$\s]*$"
 )
-_MULTIPLES: dict[str, Fraction] = {**{name: Fraction(n) for name, n in _SCALES.items()}, **_PARTS}
+MULTIPLES: dict[str, Fraction] = {**{name: Fraction(n) for name, n in _SCALES.items()}, **_PARTS}
+"""Words after a number that multiply it."""
 _REFUSED_AFTER = _REFUSED | {"x", "y", "z", "k", "mn", "bn"} | _SCALES.keys()
 
 
@@ -121,8 +122,8 @@ def parse_number(text: str) -> Fraction | None:
         value /= divisor
     value += int(found["whole"] or 0)
     words = _WORD.findall(after)
-    while words and words[0] in _MULTIPLES:
-        value *= _MULTIPLES[words.pop(0)]
+    while words and words[0] in MULTIPLES:
+        value *= MULTIPLES[words.pop(0)]
     if not (_REFUSED.isdisjoint(_WORD.findall(before)) and _REFUSED_AFTER.isdisjoint(words)):
         return None
     return -value if (found["sign"] or "").startswith("-") else value

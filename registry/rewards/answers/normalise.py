@@ -2,7 +2,7 @@
 
 import re
 
-from registry.rewards.numbers import plain
+from registry.rewards.numbers import MULTIPLES, plain
 
 MAX_ANSWER = 1_000
 """Longer answers (in characters) are refused before anything looks at them."""
@@ -64,8 +64,7 @@ _UNIT_TEXT = re.compile(
 )
 _NOT_A_UNIT = re.compile(  # nor is a word that changes the number, or denies it
     r"\b(?:or|and|if|mod|for|when|not|isn|no|incorrect|wrong|false|maybe|perhaps|than)\b"
-    r"|^\s*(?:squared|cubed|factorial|half|halves|dozens?|(?:ten|hundred|thousand|million)ths?|hundred|thousand"
-    r"|(?:m|b|tr)illion)\b",
+    rf"|^\s*(?:squared|cubed|factorial|half|halves|{'|'.join(MULTIPLES)})\b",
     re.IGNORECASE,
 )
 
