@@ -1,7 +1,6 @@
 """vLLM as the sampling engine, in the trainer's process: base, adapter and norm weights are written in place."""
 
 import hashlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -276,8 +275,8 @@ class VLLMEngine(Engine):
         Dense weights that the CPU build has repacked are not seen.
         """
         module = vllm_compat.model(self._running())
-        tensors = [*module.parameters(), *module.buffers(), *(t for pair in self._slots.values() for t in pair)]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        slots = (tensor for pair in self._slots.values() for tensor in pair)
+        return vllm_compat.storage_bytes([*module.parameters(), *module.buffers(), *slots])
 
     def close(self) -> None:
         if self._llm is None:
@@ -307,7 +306,7 @@ def _check(spec: EngineSpec) -> None:
         raise ValueError(f"device {spec.device}: vLLM takes the first visible GPU; set CUDA_VISIBLE_DEVICES={index}")
     if torch.distributed.is_initialized() and (world := torch.distributed.get_world_size()) > 1:
         raise ValueError(f"engine: vllm runs in one process, but torch.distributed has {world}; use devices: 1")
-    stored = json.loads((spec.folder / "config.json").read_text()).get("quantization_config") or {}
+    stored = spec.config.get("quantization_config") or {}
     wanted = spec.quantization.config or {}
     if stored.get("format") != wanted.get("format"):
         raise ValueError(
@@ -317,8 +316,7 @@ def _check(spec: EngineSpec) -> None:
 
 
 def _max_length(spec: EngineSpec) -> int:
-    config = json.loads((spec.folder / "config.json").read_text())
-    return min(spec.max_length, config.get("max_position_embeddings", spec.max_length))
+    return min(spec.max_length, spec.config.get("max_position_embeddings", spec.max_length))
 
 
 def _peft_names(module: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@ processes (``prepare``); then the worker's model is a plain ``nn.Module`` and it
 import gc
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -263,6 +263,11 @@ def shut_down(llm: Any) -> None:
     0.32 does this when the engine is collected, 0.26 does not.
     """
     llm.llm_engine.engine_core.shutdown()
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Memory behind tensors, of which several may be views of one."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def free_memory() -> None:

@@ -117,7 +117,7 @@ def restore_cache(llm: Any) -> None:
 
 
 def cache_bytes(llm: Any) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _caches(llm)}.values())
+    return vllm_compat.storage_bytes(_caches(llm))
 
 
 def _caches(llm: Any) -> list[Tensor]:

@@ -72,7 +72,7 @@ class StockVLLM:
         tensors = [*model.parameters(), *model.buffers()]
         for module in model.modules():
             tensors += [*getattr(module, "lora_a_stacked", ()), *getattr(module, "lora_b_stacked", ())]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        return vllm_compat.storage_bytes(tensors)
 
     def close(self) -> None:
         vllm_compat.shut_down(self._llm)
