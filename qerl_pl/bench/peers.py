@@ -1,6 +1,5 @@
 """What people train with otherwise, over the same random weights: Hugging Face's model and PEFT's LoRA as they come."""
 
-import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -78,7 +77,7 @@ def stock_model(spec: EngineSpec, linear: Callable[[Weights, str, EngineSpec], n
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = json.loads((spec.folder / "config.json").read_text())
+    settings = spec.config
     settings.pop("quantization_config", None)
     config = AutoConfig.for_model(**settings)
     dtype = DTYPES[spec.dtype]

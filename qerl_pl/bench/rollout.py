@@ -12,7 +12,6 @@ import torch
 from qerl_pl.bench.results import (
     Results,
     choices,
-    device,
     free_memory,
     limit_memory,
     names,
@@ -21,10 +20,9 @@ from qerl_pl.bench.results import (
     seconds,
     spread,
 )  # fmt: skip
-from qerl_pl.checkpoint import PROJECTIONS, prepare
+from qerl_pl.bench.spec import random_spec
 from qerl_pl.engine.base import EngineSpec
-from qerl_pl.memory import Shape, kv_bytes_per_token
-from qerl_pl.random_model import PREFIX, projections
+from qerl_pl.random_model import projections
 from qerl_pl.types import Sampling
 from registry.quantization import FORMATS
 
@@ -80,14 +78,9 @@ def rollout(
 
 def _measure(results: Results, what: dict[str, Any], batches: Sequence[int], repeats: int) -> None:
     """One engine, all batches."""
-    where, dtype = device()
-    quantization = FORMATS[what["format"]]()
     length = what["prompt_length"] + what["completion_length"]
-    folder, rank = prepare(PREFIX + what["model"], quantization), what["rank"]
-    settings = json.loads((folder / "config.json").read_text())
-    # Keys and values of the largest batch, each sequence rounded up to blocks; in FP32 on the CPU.
-    kv_cache = max(batches) * (length + 128) * kv_bytes_per_token(Shape.read(settings)) * (2 if where == "cpu" else 1)
-    spec = EngineSpec(folder, quantization, rank, float(rank), PROJECTIONS, dtype, where, length, kv_cache)
+    spec = random_spec(what["model"], what["format"], what["rank"], length, max(batches))
+    vocabulary = spec.config["vocab_size"]
     free_memory()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
@@ -100,7 +93,7 @@ def _measure(results: Results, what: dict[str, Any], batches: Sequence[int], rep
                 counts: list[int] = []
 
                 def once(tokens: int, batch: int = batch, counts: list[int] = counts) -> None:
-                    prompts = torch.randint(2, settings["vocab_size"], (batch, what["prompt_length"]), generator=draws)
+                    prompts = torch.randint(2, vocabulary, (batch, what["prompt_length"]), generator=draws)
                     counts.append(engine.generate(prompts.tolist(), tokens))
 
                 once(min(24, what["completion_length"]))
@@ -163,7 +156,7 @@ def write_adapter(spec: EngineSpec, folder: Path) -> Path:
     """A PEFT folder with random matrices for every projection."""
     from safetensors.torch import save_file
 
-    settings = json.loads((spec.folder / "config.json").read_text())
+    settings = spec.config
     tensors = {}
     for layer in range(settings["num_hidden_layers"]):
         for name, (rows, columns) in projections(settings).items():

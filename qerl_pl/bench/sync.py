@@ -19,12 +19,10 @@ from qerl_pl.bench.results import (
     seconds,
     spread,
 )  # fmt: skip
+from qerl_pl.bench.spec import random_spec
 from qerl_pl.callbacks.sync import deliver
-from qerl_pl.checkpoint import PROJECTIONS, prepare
 from qerl_pl.engine import ENGINES, Engine, VLLMEngine
-from qerl_pl.engine.base import EngineSpec
 from qerl_pl.noise import NormNoise
-from qerl_pl.random_model import PREFIX
 from registry.quantization import FORMATS
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -70,10 +68,8 @@ def sync(
 
 
 def _measure(results: Results, what: dict[str, Any], repeats: int) -> None:
-    where, dtype = device()
-    quantization = FORMATS[what["format"]]()
-    folder, rank = prepare(PREFIX + what["model"], quantization), what["rank"]
-    spec = EngineSpec(folder, quantization, rank, float(rank), PROJECTIONS, dtype, where, max_length=512)
+    where, _ = device()
+    spec = random_spec(what["model"], what["format"], what["rank"], max_length=512)
     free_memory()
     engine = _engine(what["variant"], where)
     engine.start(spec)

@@ -1,6 +1,5 @@
 """Forward and backward of one micro-batch."""
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -24,12 +23,11 @@ from qerl_pl.bench.results import (
     spread,
     synchronize,
 )  # fmt: skip
-from qerl_pl.checkpoint import PROJECTIONS, prepare
+from qerl_pl.bench.spec import random_spec
 from qerl_pl.engine.base import EngineSpec
 from qerl_pl.engine.vllm import VLLMEngine
-from qerl_pl.memory import Shape, kv_bytes_per_token
 from qerl_pl.policy import ALL, Policy
-from qerl_pl.random_model import PREFIX, parameters
+from qerl_pl.random_model import parameters
 from registry.quantization import FORMATS
 
 VARIANTS = ("ours", "shared", *peers.LINEARS)
@@ -96,14 +94,11 @@ def train(
 
 
 def _measure(what: dict[str, Any], repeats: int) -> dict[str, Any]:
-    where, dtype = device()
-    kind, rank = what["variant"], what["rank"]
-    quantization = FORMATS["bf16" if kind == "peft-nf4" else what["format"]]()  # bitsandbytes quantizes while loading
-    folder = prepare(PREFIX + what["model"], quantization)
-    settings = json.loads((folder / "config.json").read_text())
+    kind = what["variant"]
+    stored = "bf16" if kind == "peft-nf4" else what["format"]  # bitsandbytes quantizes while loading
     length = what["prompt_length"] + what["completion_length"]
-    kv_cache = (length + 128) * kv_bytes_per_token(Shape.read(settings))  # for the engine of ``shared``
-    spec = EngineSpec(folder, quantization, rank, float(rank), PROJECTIONS, dtype, where, length, kv_cache)
+    spec = random_spec(what["model"], stored, what["rank"], length, sequences=1)  # the cache is that of ``shared``
+    settings = spec.config
     free_memory()
     if kind == "shared":
         engine = VLLMEngine(max_num_seqs=1, enforce_eager=True)  # nothing is sampled

@@ -31,6 +31,12 @@ class EngineSpec:
     max_length: int = 4096  # longest prompt + completion that will be asked for
     kv_cache_bytes: int | None = None  # planned size of the KV cache
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """The base's ``config.json``."""
+        found: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
+        return found
+
 
 class CannotShareError(Exception):
     """Why the trainer needs its own copy of the base."""
