@@ -106,7 +106,6 @@ class RolloutDataModule(LightningDataModule):
                 f"eval_max_completion_length: {longest} must be in 1..{max_completion_length} (max_completion_length), "
                 "for which engine and memory are planned"
             )
-        self.train = train
         self.sources = {"train": train, "validation": validation, "test": test}
         for split in ("validation", "test"):
             for name in self.sets(split):
@@ -141,7 +140,7 @@ class RolloutDataModule(LightningDataModule):
         return self._done
 
     def sets(self, split: str) -> dict[str, PromptSource]:
-        """The sources of validation or test by name; a single one has the name ''."""
+        """The sources of a split by name; a single one has the name ''."""
         source = self.sources[split]
         if source is None or source == {}:
             return {}
@@ -151,7 +150,9 @@ class RolloutDataModule(LightningDataModule):
         """The rendered prompts of a split, of validation and test those of one set; the engine has started, for its
         tokenizer renders them.
         """
-        source = self.train if split == "train" else Identified(self.sets(split)[name])
+        source = self.sets(split)[name]
+        if split != "train":
+            source = Identified(source)
         label = f"{split} {name}".strip()
         chat = Chat(self.engine.tokenizer, self.collector.answer_format, self.chat_template_args)
         prompts = Prompts(source, chat, self.max_prompt_length)

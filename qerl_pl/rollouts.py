@@ -23,7 +23,7 @@ Report = Callable[[str, str], None]
 
 
 def say_notes(phase: str, text: str) -> None:
-    """Without a progress bar: only what a user should know."""
+    """Prints what a user should know, and nothing of the progress."""
     if phase == "note":
         print(text, file=sys.stderr, flush=True)
 
@@ -151,16 +151,15 @@ class TrainingRollouts:
     def _batch(self, size: int) -> tuple[RolloutBatch, int]:
         """A batch of ``size`` groups of this rank, and where the stream goes on after it."""
         cursor, sampled, missing = self.cursor, 0, size
-        rounds: list[
-            tuple[RolloutBatch, Tensor, Tensor]
-        ] = []  # with the groups that are used, and those that are equal
+        if self.rounds == 1:
+            return self._rollout(cursor, size), cursor + size * self.world
+        # Each with its groups that are used, and those that are equal.
+        rounds: list[tuple[RolloutBatch, Tensor, Tensor]] = []
         while missing and len(rounds) < self.rounds:
             share = (size - missing) / sampled if sampled else 1.0  # of the groups so far that were good
             ask = min(size, math.ceil(missing / max(share, 0.25)))
             rollout = self._rollout(cursor, ask)
             cursor, sampled = cursor + ask * self.world, sampled + ask
-            if self.rounds == 1:
-                return rollout, cursor
             good = spread_groups(rollout)
             used = good.nonzero().flatten()[:missing]
             rounds.append((rollout, used, (~good).nonzero().flatten()))

@@ -7,6 +7,8 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+from qerl_pl.rollouts import say_notes
+
 
 class PhaseProgressBar(TQDMProgressBar):
     """Shows the phase (rollout, reward, update), tokens/s while sampling, and the reward. Where the output is no
@@ -26,7 +28,7 @@ class PhaseProgressBar(TQDMProgressBar):
     def report(self, phase: str, text: str) -> None:
         """Called by whatever the run is busy with."""
         if phase == "note":
-            print(text, file=sys.stderr, flush=True)
+            say_notes(phase, text)
         elif sys.stderr.isatty():
             bar = self._current_bar()
             if bar is not None:

@@ -73,7 +73,7 @@ class GSM8KProblems(Preset):
 
     Args:
         split: train (7,473 rows) or test (1,319).
-        path, where, limit, revision: as in :class:`Preset`.
+        common: path, where, limit and revision, as in :class:`Preset`.
     """
 
     hub, hub_subset, splits = "openai/gsm8k", "main", ("train", "test")
@@ -81,12 +81,9 @@ class GSM8KProblems(Preset):
     def __init__(
         self,
         split: str = "train",
-        path: str | None = None,
-        where: dict[str, Any] | None = None,
-        limit: int | None = None,
-        revision: str | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(path, where, limit, revision)
+        super().__init__(**common)
         self._choose(split)
 
 
@@ -97,7 +94,7 @@ class MathProblems(Preset):
     Args:
         split: train (12,000 rows) or test (500).
         levels: Only these levels, 1 (easy) to 5.
-        path, where, limit, revision: as in :class:`Preset`.
+        common: path, where, limit and revision, as in :class:`Preset`.
     """
 
     hub, splits = "nlile/hendrycks-MATH-benchmark", ("train", "test")
@@ -106,12 +103,9 @@ class MathProblems(Preset):
         self,
         split: str = "train",
         levels: list[int] | None = None,
-        path: str | None = None,
-        where: dict[str, Any] | None = None,
-        limit: int | None = None,
-        revision: str | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(path, where, limit, revision)
+        super().__init__(**common)
         self._choose(split)
         self._choose_levels(levels)
 
@@ -124,7 +118,7 @@ class BigMath(Preset):
 
     Args:
         levels: Only these levels, 1 (easy) to 5. The paper takes 3 to 5, and 4 and 5. Default: all.
-        path, where, limit, revision: as in :class:`Preset`.
+        common: path, where, limit and revision, as in :class:`Preset`.
     """
 
     hub, splits = "open-r1/Big-Math-RL-Verified-Processed", ("train",)
@@ -133,12 +127,9 @@ class BigMath(Preset):
     def __init__(
         self,
         levels: list[int] | None = None,
-        path: str | None = None,
-        where: dict[str, Any] | None = None,
-        limit: int | None = None,
-        revision: str | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(path, where, limit, revision)
+        super().__init__(**common)
         self._choose_levels(levels)
 
     @property
@@ -172,7 +163,7 @@ class DapoMath(Preset):
     Args:
         language: en, cn, or all.
         keep_instruction: Leave the instruction of original rows in the prompt.
-        path, where, limit, revision: as in :class:`Preset`.
+        common: path, where, limit and revision, as in :class:`Preset`.
     """
 
     hub, splits = "open-r1/DAPO-Math-17k-Processed", ("train",)
@@ -185,12 +176,9 @@ class DapoMath(Preset):
         self,
         language: str = "en",
         keep_instruction: bool = False,
-        path: str | None = None,
-        where: dict[str, Any] | None = None,
-        limit: int | None = None,
-        revision: str | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(path, where, limit, revision)
+        super().__init__(**common)
         if language not in ("en", "cn", "all"):
             raise ValueError(f"dapo_math has no language {language!r}; use en, cn or all")
         self.language, self.keep_instruction = language, keep_instruction
@@ -229,7 +217,7 @@ class Math500(Preset):
 
     Args:
         levels: Only these levels, 1 (easy) to 5.
-        path, where, limit, revision: as in :class:`Preset`.
+        common: path, where, limit and revision, as in :class:`Preset`.
     """
 
     hub = "HuggingFaceH4/MATH-500"
@@ -237,12 +225,9 @@ class Math500(Preset):
     def __init__(
         self,
         levels: list[int] | None = None,
-        path: str | None = None,
-        where: dict[str, Any] | None = None,
-        limit: int | None = None,
-        revision: str | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(path, where, limit, revision)
+        super().__init__(**common)
         self._choose_levels(levels)
 
 
