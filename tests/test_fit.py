@@ -187,6 +187,9 @@ def test_ctrl_c_leaves_a_checkpoint(tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert "Traceback" not in errors
+    [checkpoint] = tmp_path.rglob("last.ckpt")
+    assert f"this run writes to {checkpoint.parents[1]}\n" in errors
+    assert f"stopped; --ckpt_path {checkpoint} goes on from there\n" in errors
     state = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=False)
     done = state["RolloutDataModule"]["rollouts"]
     assert done >= 1 and state["global_step"] == done

@@ -4,6 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
+
+from qerl_pl.rollouts import say_notes
 
 
 class AdapterFolder(Callback):
@@ -16,6 +19,7 @@ class AdapterFolder(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._training = True  # before this, the state of a checkpoint to go on from is not in place
+        _say(f"this run writes to {run_folder(trainer)}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save_last(trainer)
@@ -27,17 +31,32 @@ class AdapterFolder(Callback):
         """
         if trainer.global_step % pl_module.updates_per_rollout == 0:  # type: ignore[operator]
             self._save_last(trainer)
+        last = _last(trainer)
+        if last is not None and last.exists():
+            _say(f"stopped; --ckpt_path {last} goes on from there")
 
     def _save_last(self, trainer: Trainer) -> None:
-        checkpoint = trainer.checkpoint_callback
-        if self._training and trainer.global_step > 0 and checkpoint is not None:
-            folder = Path(checkpoint.dirpath or run_folder(trainer) / "checkpoints")  # type: ignore[attr-defined]
-            trainer.save_checkpoint(folder / "last.ckpt")
+        last = _last(trainer)
+        if self._training and trainer.global_step > 0 and last is not None:
+            trainer.save_checkpoint(last)
         self._training = False
 
     def _save(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             pl_module.save_adapter(run_folder(trainer) / "adapter")  # type: ignore[operator]
+
+
+@rank_zero_only
+def _say(text: str) -> None:
+    say_notes("note", text)
+
+
+def _last(trainer: Trainer) -> Path | None:
+    """The checkpoint to go on from; None without checkpoints."""
+    checkpoint = trainer.checkpoint_callback
+    if checkpoint is None:
+        return None
+    return Path(checkpoint.dirpath or run_folder(trainer) / "checkpoints") / "last.ckpt"  # type: ignore[attr-defined]
 
 
 def run_folder(trainer: Trainer) -> Path:
