@@ -1,5 +1,7 @@
 """``qerl-pl``: LightningCLI over the module, the data module and the registered components."""
 
+import difflib
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -21,10 +23,18 @@ commands:
 Every setting can be given in YAML or on the command line:
   qerl-pl fit --print_config                     all settings with their defaults, ready to be saved and run
   qerl-pl fit --help                             the same with their meaning
-  qerl-pl fit --model.noise.help cosine          settings of one component
+  qerl-pl fit --model.noise.help Cosine          settings of one component, by the name of its class
   qerl-pl fit --config FILE --ckpt_path last     go on where an interrupted run stopped
 
 Set QERL_PL_DEBUG=1 to see tracebacks behind one-line errors."""
+LIGHTNING = ("fit", "validate", "test")
+COMMANDS = {
+    "compare": ("qerl_pl.comparison", "command"),
+    "bench": ("qerl_pl.bench.commands", "bench"),
+    "verify": ("qerl_pl.verify", "verify"),
+    "demo": ("qerl_pl.demo", "demo"),
+}
+"""Module and function of each, imported when called."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -41,52 +51,32 @@ def main(args: Sequence[str] | None = None) -> None:
         from qerl_pl import __version__
 
         print(f"qerl-pl {__version__}")
-    elif args[0] == "demo":
-        _run(lambda: _demo(args[1:]))
-    elif args[0] == "verify":
-        _run(lambda: _verify(args[1:]))
-    elif args[0] == "bench":
-        _run(lambda: _bench(args[1:]))
-    elif args[0] == "compare":
-        _run(lambda: _compare(args[1:]))
     else:
-        _run(_lightning)
+        _run(lambda: _command(args[0])(args[1:]))
 
 
-def _demo(args: Sequence[str]) -> None:
-    from qerl_pl.demo import demo
-
-    demo(args)
-
-
-def _verify(args: Sequence[str]) -> None:
-    from qerl_pl.verify import verify
-
-    sys.exit(verify(args))
-
-
-def _bench(args: Sequence[str]) -> None:
-    from qerl_pl.bench.commands import bench
-
-    bench(args)
+def _command(name: str) -> Callable[[Sequence[str]], int | None]:
+    """The command called ``name``; an option, as ``--config`` before the command, is left to LightningCLI to refuse."""
+    if name in COMMANDS:
+        module, function = COMMANDS[name]
+        return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
+    if name not in LIGHTNING and not name.startswith("-"):
+        close = difflib.get_close_matches(name, (*LIGHTNING, *COMMANDS), n=1)
+        meant = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown command {name!r}.{meant} Commands: {', '.join((*LIGHTNING, *COMMANDS))}")
+    return _lightning
 
 
-def _compare(args: Sequence[str]) -> None:
-    from qerl_pl.comparison import command
-
-    command(args)
-
-
-def _lightning() -> None:
+def _lightning(args: Sequence[str]) -> None:
     from qerl_pl.lightning_cli import QeRLCLI
 
-    QeRLCLI()
+    QeRLCLI()  # reads sys.argv
 
 
-def _run(command: Callable[[], None]) -> None:
+def _run(command: Callable[[], int | None]) -> None:
     """Errors that a user can act on become one line; the rest keep their traceback."""
     try:
-        command()
+        status = command()
     except Exception as error:
         ours = isinstance(error, RuntimeError) and "qerl_pl" in _origin(error)
         known = (
@@ -94,10 +84,15 @@ def _run(command: Callable[[], None]) -> None:
         )
         if os.environ.get("QERL_PL_DEBUG") or not (ours or known):
             raise
-        print("qerl-pl: error:", " ".join(str(error).split()), file=sys.stderr)
+        said = str(error)
+        if isinstance(error, OSError) and error.strerror and error.filename:
+            said = f"{error.strerror}: {error.filename}"  # without its number
+        print("qerl-pl: error:", " ".join(said.split()), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:  # within fit Lightning takes it: last.ckpt is written, and the exit status is 1
         sys.exit(130)
+    if status is not None:
+        sys.exit(status)
 
 
 def _origin(error: BaseException) -> str:

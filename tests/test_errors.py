@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_pl.cli import main
+from qerl_pl.cli import COMMANDS, HELP, LIGHTNING, main
+from qerl_pl.lightning_cli import QeRLCLI
 
 CONFIG = str(Path(__file__).parents[1] / "configs" / "tiny.yaml")
 
@@ -68,6 +69,18 @@ def test_one_line(arguments, expected, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["fitt"], "unknown command 'fitt'. Did you mean 'fit'? Commands: fit, validate, test, compare, bench, "),
+        (["verify", "nope.jsonl"], "error: No such file or directory: nope.jsonl"),
+        (["fit", "--config", "nope.yaml"], "File does not exist: "),
+    ],
+)
+def test_commands_and_files(arguments, expected, capsys, monkeypatch):
+    assert expected in answer(arguments, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("model: {los: {beta: 0.1}}", "'model.los.beta'. Did you mean 'model.loss.beta'?"),
@@ -89,6 +102,23 @@ def test_missing_column(tmp_path, capsys, monkeypatch):
 def test_no_gpu(capsys, monkeypatch):
     said = answer(["fit", "--config", CONFIG, "--trainer.accelerator", "gpu"], capsys, monkeypatch)
     assert "gpu" in said.lower()
+
+
+def test_every_command_is_known_and_told():
+    assert set(QeRLCLI.subcommands()) == set(LIGHTNING)
+    told = HELP.split("commands:\n")[1].split("\n\n")[0]
+    assert [line.split()[0] for line in told.splitlines() if line[2:3] != " "] == [*LIGHTNING, *COMMANDS]
+
+
+def test_help_of_one_component(capsys, monkeypatch):
+    command = next(line.split("  ")[1] for line in HELP.splitlines() if ".help" in line)
+    assert command.startswith("qerl-pl fit --model.noise.help ")
+    monkeypatch.setattr(sys, "argv", ["qerl-pl"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as caught:
+        main(command.split()[1:])
+    assert caught.value.code == 0
+    assert "--model.noise.sigma_start" in capsys.readouterr().out
 
 
 def test_help_is_light():
