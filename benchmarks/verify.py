@@ -2,14 +2,12 @@
 
 import argparse
 import json
-import platform
 import random
-import subprocess
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from qerl_pl.bench.machine import describe
 from registry.rewards import GSM8K, Math, Stated
 from registry.rewards.workers import Pool
 
@@ -73,12 +71,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--workers", type=int, default=2)
     given = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     result = {
         "command": f"python benchmarks/verify.py --workers {given.workers}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit,
-        "machine": f"{platform.machine()}, Python {platform.python_version()}, {given.workers} workers",
+        **describe(),
         "gsm8k": rate(GSM8K(), *gsm8k(4_000)),
         "math_groups_of_8": rate(Math(workers=given.workers), *math(4_000, 8)),
         "math_all_different": rate(Math(workers=given.workers), *math(2_000, 1)),
