@@ -20,13 +20,6 @@ from torch import Tensor, nn
 from qerl_pl.types import Sampling
 from registry.quantization import QuantFormat
 
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What ``max_lora_rank`` may be."""
-ADAPTER_ID = 1
-
-Slots = dict[str, tuple[Tensor, Tensor]]
-"""Hugging Face's name of a module -> views of the engine's A [rank, in] and B [out, rank] (times alpha / rank)."""
-
 
 def prepare(cuda: bool) -> None:
     """Set the environment that vLLM reads; before its import. Where nothing depends on it, the user's values stay."""
@@ -87,8 +80,11 @@ def uncompiled(cuda: bool) -> Iterator[None]:
 
 
 @contextmanager
-def patched_layers(quantization: QuantFormat, dtype: torch.dtype, cuda: bool) -> Iterator[None]:
-    """While the model is built: RMSNorm weights in FP32, as small noise vanishes in BF16; NVFP4 as in the trainer."""
+def patched_layers(quantization: QuantFormat, dtype: torch.dtype, cuda: bool, kernels: bool = False) -> Iterator[None]:
+    """While the model is built: RMSNorm weights in FP32, as small noise vanishes in BF16; NVFP4 as in the trainer.
+
+    With ``kernels`` RMSNorm is a kernel of our own: vLLM's needs weights in the dtype of the activations.
+    """
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
         compressed_tensors_w4a4_nvfp4 as nvfp4,
@@ -101,6 +97,8 @@ def patched_layers(quantization: QuantFormat, dtype: torch.dtype, cuda: bool) ->
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(RMSNorm, "__init__", init_float32))
+        if cuda and kernels:  # a layer takes its function from the class when it is made
+            stack.enter_context(patch.object(RMSNorm, "forward_cuda", _norm))
         if cuda:
             process = _checked(scheme.process_weights_after_loading)
         else:  # there is no CPU kernel for NVFP4
@@ -108,6 +106,15 @@ def patched_layers(quantization: QuantFormat, dtype: torch.dtype, cuda: bool) ->
             process = _dequantizing(quantization, dtype)
         stack.enter_context(patch.object(scheme, "process_weights_after_loading", process))
         yield
+
+
+def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    if self.variance_size_override is not None or not self.has_weight:
+        return self.forward_native(x, residual)
+    from qerl_pl import decoding
+
+    y = decoding.rms_norm(x, residual, self.weight, self.variance_epsilon)
+    return y if residual is None else (y, residual)
 
 
 class _Dense:
@@ -161,14 +168,10 @@ def build(settings: dict[str, Any]) -> Any:
 
     return LLM(
         **settings,
-        enable_lora=True,
-        max_loras=1,
         enable_prefix_caching=True,
         # Of the distribution that a token is drawn from: after temperature and top-p.
         logprobs_mode="processed_logprobs",
         hf_overrides={"head_dtype": "float32"},  # BF16 logits between 8 and 16 would come in steps of 0.06
-        # vLLM finds compiled models in its cache by a hash of the settings; only this one tells of the patched norms.
-        additional_config={"norm_weights": "float32"},
         disable_log_stats=True,
         use_tqdm_on_load=False,
         seed=0,
@@ -193,49 +196,7 @@ def norm_weights(llm: Any) -> dict[str, Tensor]:
     return weights
 
 
-def lora_manager(llm: Any) -> Any:
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.lora_manager._adapter_manager
-
-
-def register_adapter(llm: Any, targets: tuple[str, ...], rank: int, alpha: float) -> Slots:
-    """Register a zero adapter from memory and return the buffers that hold it."""
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.peft_helper import PEFTHelper
-
-    manager = lora_manager(llm)
-    buffers = {}
-    for fused, module in manager.modules.items():
-        for part, name in enumerate(manager.packed_modules.get(fused, [fused])):
-            if name.rpartition(".")[2] in targets:
-                buffers[name] = module.lora_a_stacked[part], module.lora_b_stacked[part]
-    if absent := set(targets) - {name.rpartition(".")[2] for name in buffers}:
-        raise ValueError(f"LoRA targets {sorted(absent)} are not linear layers of {type(model(llm)).__name__} in vLLM")
-
-    tensors = {}
-    for name, (a, b) in buffers.items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.zeros(rank, a.shape[-1], dtype=a.dtype)
-        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.zeros(b.shape[-2], rank, dtype=b.dtype)
-    config = PEFTHelper.from_dict({"r": rank, "lora_alpha": alpha, "target_modules": list(targets)})
-    manager.add_adapter(LoRAModel.from_lora_tensors(ADAPTER_ID, tensors, config, device="cpu"))
-    manager.activate_adapter(ADAPTER_ID)
-    slot = manager.lora_index_to_id.index(ADAPTER_ID)
-    return {name: (a[slot, 0, :rank], b[slot, 0, :, :rank]) for name, (a, b) in buffers.items()}
-
-
-def check_adapter(llm: Any) -> None:
-    """vLLM drops adapters on some paths (sleep, eviction); requests would then fail, or be served by the base."""
-    if ADAPTER_ID not in lora_manager(llm).lora_index_to_id:
-        raise RuntimeError("vLLM dropped the adapter; close the engine and start it again")
-
-
-def adapter_request() -> Any:
-    from vllm.lora.request import LoRARequest
-
-    # If vLLM ever looks for the adapter on disk, it is lost: the path makes that an error.
-    return LoRARequest("policy", ADAPTER_ID, "/nonexistent/the-adapter-lives-in-memory")
-
-
-def add_request(engine: Any, name: str, prompt: Sequence[int], sampling: Sampling, seed: int, adapter: Any) -> None:
+def add_request(engine: Any, name: str, prompt: Sequence[int], sampling: Sampling, seed: int) -> None:
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
@@ -249,7 +210,7 @@ def add_request(engine: Any, name: str, prompt: Sequence[int], sampling: Samplin
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    engine.add_request(name, tokens_input(list(prompt)), params, lora_request=adapter)
+    engine.add_request(name, tokens_input(list(prompt)), params)
 
 
 def running_tokens(llm: Any) -> int:

@@ -1,6 +1,6 @@
 """What trainer and vLLM share on one GPU: the base's weights, and the memory of keys and values between rollouts."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -8,9 +8,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from qerl_pl.checkpoint import PROJECTIONS
 from qerl_pl.engine import vllm_compat
 from qerl_pl.engine.base import CannotShareError
+from qerl_pl.engine.vllm_adapter import fused_layers
 from qerl_pl.marlin import MarlinWeight
 from qerl_pl.packed import DenseWeight, Weight
 
@@ -19,17 +19,10 @@ CACHE_TAG = "kv_cache"  # vLLM's name of the pool
 
 def linear_weights(llm: Any) -> Iterator[tuple[str, Weight]]:
     """The weight of every projection by Hugging Face's name; those that vLLM computes as one are parts of a tensor."""
-    parts: dict[str, list[str]] = vllm_compat.lora_manager(llm).packed_modules_mapping
-    modules: Iterable[tuple[str, Any]] = vllm_compat.model(llm).named_modules()
-    for name, module in modules:
-        layer = getattr(module, "base_layer", module)  # below vLLM's LoRA
-        sizes = getattr(layer, "output_partition_sizes", None) or [getattr(layer, "output_size_per_partition", 0)]
-        parent, _, leaf = name.removesuffix(".base_layer").rpartition(".")
-        if not hasattr(layer, "quant_method") or leaf not in {*parts, *PROJECTIONS} or layer is not module:
-            continue
+    for _, layer, parts in fused_layers(vllm_compat.model(llm)):
         first = 0
-        for part, size in zip(parts.get(leaf, [leaf]), sizes, strict=True):
-            yield f"{parent}.{part}", _weight(f"{parent}.{part}", layer, first, size)
+        for name, size in parts:
+            yield name, _weight(name, layer, first, size)
             first += size
 
 
@@ -53,7 +46,7 @@ def embedding_weights(llm: Any) -> dict[str, Tensor]:
 
     kind: Any = VocabParallelEmbedding
     return {
-        name.removesuffix(".base_layer"): module.weight.detach()[: module.org_vocab_size]
+        name: module.weight.detach()[: module.org_vocab_size]
         for name, module in vllm_compat.model(llm).named_modules()
         if isinstance(module, kind)
     }

@@ -11,6 +11,9 @@ from qerl_pl.engine import vllm_compat
 from qerl_pl.engine.base import EngineSpec
 from qerl_pl.engine.vllm_random import load_format, random_weights
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What ``max_lora_rank`` may be."""
+
 
 class StockVLLM:
     """``vllm.LLM`` with settings of its own for all but sizes. Rank 0 is the base alone, without LoRA.
@@ -38,7 +41,7 @@ class StockVLLM:
             **load_format(spec.folder),
         }
         if adapter is not None:
-            rank = min(r for r in vllm_compat.LORA_RANKS if r >= max(spec.rank, 16))
+            rank = min(r for r in LORA_RANKS if r >= max(spec.rank, 16))
             settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
         if self._cuda:
             settings["compilation_config"] = {"cudagraph_capture_sizes": sorted(graphs)}

@@ -105,7 +105,7 @@ def test_the_engines_weights_are_the_checkpoints(case: Case) -> None:
 
     from qerl_pl.engine import vllm_compat
 
-    layer = dict(vllm_compat.model(case.engine._llm).named_modules())["model.layers.1.mlp.down_proj"].base_layer
+    layer = dict(vllm_compat.model(case.engine._llm).named_modules())["model.layers.1.mlp.down_proj"]
     identity = torch.eye(512, dtype=torch.bfloat16, device="cuda")
     through = layer.quant_method.apply(layer, identity)
     ours = shared["model.layers.1.mlp.down_proj"]

@@ -1,12 +1,12 @@
 """What is computed otherwise on a GPU than on a CPU: kernels, attention, compiled operations. Twins: test_marlin.py,
-test_layers.py, test_logprobs.py, test_packed.py.
+test_layers.py, test_logprobs.py, test_packed.py, test_decoding.py.
 """
 
 import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl import fused
+from qerl_pl import decoding, fused
 from qerl_pl.layers import Packing, attention
 from qerl_pl.logprobs import token_logprobs
 from qerl_pl.packed import PackedLinear, frozen_linear
@@ -107,3 +107,33 @@ def test_linear_with_adapter() -> None:
     for ours, exact in zip(run("cuda", torch.bfloat16), run("cpu", torch.float32), strict=True):
         assert error(ours, exact) < 1e-2
     assert run("cuda", torch.bfloat16)[3].dtype == torch.float32
+
+
+@pytest.mark.parametrize("rows", [1, 8, 256])
+def test_the_adapter_of_a_decoding_step(rows: int) -> None:
+    """q, k, v of a 7B model and rank 32; y is rounded once more than the reference."""
+    generator = torch.Generator().manual_seed(0)
+    widths, rank, inputs = (3584, 512, 512), 32, 3584
+    x, a, b, y = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((rows, inputs), (3 * rank, inputs), (sum(widths), rank), (rows, sum(widths)))
+    )
+    want = y.double()
+    for part, low, high in zip(want.split(widths, 1), a.split(rank), b.split(widths), strict=True):
+        part += x.double() @ low.double().T @ high.double().T
+    ours = y.cuda()
+    decoding.expand_(ours, decoding.shrink(x.cuda(), a.cuda(), torch.cuda.Stream()), b.cuda(), widths)
+    torch.cuda.synchronize()
+    assert error(ours, want) < 4e-3
+
+
+def test_norm_of_a_decoding_step() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(300, 3584, generator=generator).bfloat16() for _ in range(2))
+    weight = 1 + 1e-3 * torch.randn(3584, generator=generator)
+    total = x + residual
+    on_gpu = residual.cuda()
+    ours = decoding.rms_norm(x.cuda(), on_gpu, weight.cuda(), 1e-6)
+    assert torch.equal(on_gpu.cpu(), total)
+    want = total.double() / (total.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    torch.testing.assert_close(ours.double().cpu(), want, rtol=2**-8, atol=0)

@@ -1,0 +1,137 @@
+"""Kernels of a decoding step (Triton): what one adapter adds to a linear layer, and RMSNorm with FP32 weights.
+
+A step of few tokens is bound by launches and by the bytes of weights, so each function is one kernel and reads nothing
+twice.
+"""
+
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 256  # that keep a large GPU busy
+COLUMNS = 128  # of a tile of inputs
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _shrink(x, a, z, rows, inputs, stride, outputs, chunk, ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One share of the inputs: z [shares, rows, outputs] += x [rows, inputs] a [outputs, inputs]ᵀ."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    r = tl.program_id(1) * OUT + tl.arange(0, OUT)
+    begin = tl.program_id(2) * chunk
+    total = tl.full([ROWS, OUT], 0.0, tl.float32)
+    for first in range(begin, tl.minimum(begin + chunk, inputs), IN):
+        k = first + tl.arange(0, IN)
+        inside = k < tl.minimum(begin + chunk, inputs)
+        left = tl.load(x + m[:, None] * stride + k[None, :], mask=(m < rows)[:, None] & inside[None, :], other=0.0)
+        right = tl.load(a + r[:, None] * inputs + k[None, :], mask=(r < outputs)[:, None] & inside[None, :], other=0.0)
+        total += tl.dot(left, tl.trans(right))
+    at = (tl.program_id(2) * rows + m[:, None]) * outputs + r[None, :]
+    tl.store(z + at, total, mask=(m < rows)[:, None] & (r < outputs)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _expand(  # type: ignore[no-untyped-def]
+    z, b, y, rows, width, rank, parts, second, third, SHARES: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr,
+    RANK: tl.constexpr,
+):  # fmt: skip
+    """y [rows, width] += z bᵀ, where z [shares, rows, parts · rank] is summed over shares first, and b [width, rank].
+
+    The outputs from ``second`` and from ``third`` on take the second and third ``rank`` columns of z.
+    """
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(1) * OUT + tl.arange(0, OUT)
+    part = (tl.program_id(1) * OUT >= second).to(tl.int32) + (tl.program_id(1) * OUT >= third).to(tl.int32)
+    inside = (m < rows)[:, None] & (n < width)[None, :]
+    total = tl.load(y + m[:, None].to(tl.int64) * width + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    for first in range(0, rank, RANK):
+        r = first + tl.arange(0, RANK)
+        low = tl.full([ROWS, RANK], 0.0, tl.float32)
+        for share in tl.static_range(SHARES):
+            at = (share * rows + m[:, None]) * (parts * rank) + part * rank + r[None, :]
+            low += tl.load(z + at, mask=(m < rows)[:, None] & (r < rank)[None, :], other=0.0)
+        right = tl.load(b + n[:, None] * rank + r[None, :], mask=(n < width)[:, None] & (r < rank)[None, :], other=0.0)
+        total += tl.dot(low.to(right.dtype), tl.trans(right))
+    tl.store(y + m[:, None].to(tl.int64) * width + n[None, :], total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _plus(a, b):  # type: ignore[no-untyped-def]
+    return a + b
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm(x, residual, weight, out, width, heads, outer, inner, eps, ADD: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, WIDE)
+    inside = k < width
+    value = tl.load(x + row // heads * outer + row % heads * inner + k, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + row * width + k, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(residual.dtype.element_ty)
+        tl.store(residual + row * width + k, rounded, mask=inside)
+        value = rounded.to(tl.float32)  # the trainer too norms the sum that goes on
+    scale = tl.rsqrt(tl.reduce(value * value, 0, _plus) / width + eps)
+    value = value * scale * tl.load(weight + k, mask=inside, other=0.0)
+    tl.store(out + row * width + k, value.to(out.dtype.element_ty), mask=inside)
+
+
+def shrink(x: Tensor, a: Tensor, stream: torch.cuda.Stream | None = None) -> Tensor:
+    """x [N, in], a [outputs, in] -> z [shares, N, outputs] in FP32: x aᵀ by shares of the inputs, still to be summed.
+
+    Computed on ``stream`` if one is given, for which the caller must wait; the memory belongs to the current one.
+    """
+    (rows, inputs), outputs = x.shape, a.shape[0]
+    m, r = _tile(rows, 64), _tile(outputs, 32)
+    tiles = triton.cdiv(rows, m) * triton.cdiv(outputs, r)
+    shares = max(1, min(16, PROGRAMS // tiles, inputs // (2 * COLUMNS)))
+    chunk = triton.cdiv(triton.cdiv(inputs, shares), COLUMNS) * COLUMNS
+    shares = triton.cdiv(inputs, chunk)
+    z = torch.empty(shares, rows, outputs, dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(rows, m), triton.cdiv(outputs, r), shares)
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        _shrink[grid](x, a, z, rows, inputs, x.stride(0), outputs, chunk, ROWS=m, OUT=r, IN=COLUMNS)
+    return z
+
+
+def expand_(y: Tensor, z: Tensor, b: Tensor, widths: tuple[int, ...]) -> None:
+    """Add z bᵀ to y [N, out] in place. z [shares, N, parts · rank] from :func:`shrink`, b [out, rank]; ``widths`` are
+    the outputs of each part, at most three.
+    """
+    shares, rows, _ = z.shape
+    width, rank = b.shape
+    m, tile = _tile(rows, 64), tile_of_outputs(widths)
+    starts = [sum(widths[:i]) for i in range(1, len(widths))] + [width] * (3 - len(widths))
+    grid = (triton.cdiv(rows, m), triton.cdiv(width, tile))
+    _expand[grid](
+        z, b, y, rows, width, rank, len(widths), *starts, SHARES=shares, ROWS=m, OUT=tile, RANK=_tile(rank, 64)
+    )  # fmt: skip
+
+
+def tile_of_outputs(widths: tuple[int, ...]) -> int:
+    """The largest tile of outputs of which none lies in two parts; :func:`expand_` needs at least 16."""
+    return next(size for size in (128, 64, 32, 16, 8, 4, 2, 1) if all(width % size == 0 for width in widths[:-1]))
+
+
+def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x [..., H] by FP32 weights [H], computed in FP32, in a new tensor; x may have strides between rows.
+
+    With ``residual`` [N, H], x [N, H] is first added to it in place, and the sum is what is normed.
+    """
+    width = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, heads = x.numel() // width, x.shape[-2] if x.dim() == 3 else 1
+    inner = x.stride(-2) if x.dim() == 3 else 0
+    wide = triton.next_power_of_2(width)
+    _norm[(rows,)](
+        x, residual, weight, out, width, heads, x.stride(0), inner, eps, ADD=residual is not None, WIDE=wide,
+        num_warps=max(1, min(16, wide // 512)),
+    )  # fmt: skip
+    return out
+
+
+def _tile(size: int, largest: int) -> int:
+    """A power of two from 16 (which matrix units need) to ``largest`` that covers ``size`` if it can."""
+    return max(16, min(largest, triton.next_power_of_2(size)))

@@ -1,0 +1,120 @@
+"""One LoRA adapter inside vLLM's linear layers, in buffers that are written in place.
+
+RL samples with one adapter, the same for every request. vLLM's own LoRA chooses one of several for each token; here a
+fused layer (q, k, v) has one matrix A and one B, and where only few tokens are computed A x runs beside the layer.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from qerl_pl.checkpoint import PROJECTIONS
+
+KERNEL_ROWS = 512
+"""Up to so many tokens the adapter's two products are kernels of our own; of more, cuBLAS is as fast."""
+
+Slots = dict[str, tuple[Tensor, Tensor]]
+"""Hugging Face's name of a module -> A [rank, in] and B [out, rank] (times alpha / rank), which are views."""
+
+
+class AdapterMethod:
+    """What computes a linear layer of vLLM's, its ``quant_method``, with B A x added.
+
+    ``a`` [parts · rank, in] holds the parts' A, ``b`` [out, rank] their B, one below the other.
+    """
+
+    def __init__(self, method: Any, a: Tensor, b: Tensor, widths: Sequence[int], kernels: bool) -> None:
+        self.method, self.a, self.b, self.widths, self.rank = method, a, b, tuple(widths), b.shape[1]
+        self.kernels = kernels and a.is_cuda and len(widths) <= 3 and _tiles(self.widths)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.method, name)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        rows = x.view(-1, x.shape[-1])
+        if not self.kernels or len(rows) > KERNEL_ROWS:
+            y = self.method.apply(layer, x, bias)
+            self.add(y.view(-1, y.shape[-1]), rows)
+            return y
+        from qerl_pl import decoding
+
+        side, main = _side_stream(x.device), torch.cuda.current_stream(x.device)
+        side.wait_stream(main)
+        low = decoding.shrink(rows, self.a, side)
+        y = self.method.apply(layer, x, bias)
+        main.wait_stream(side)
+        decoding.expand_(y.view(-1, y.shape[-1]), low, self.b, self.widths)
+        return y
+
+    def add(self, y: Tensor, x: Tensor) -> None:
+        """The same by PyTorch: y [N, out] += B A x [N, in]."""
+        low, first = x @ self.a.T, 0
+        for part, width in enumerate(self.widths):
+            rows = slice(first, first + width)
+            y[:, rows].addmm_(low[:, part * self.rank : (part + 1) * self.rank], self.b[rows].T)
+            first += width
+
+
+def _tiles(widths: tuple[int, ...]) -> bool:
+    from qerl_pl import decoding
+
+    return decoding.tile_of_outputs(widths) >= 16
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def fused_layers(model: Any) -> Iterator[tuple[str, Any, list[tuple[str, int]]]]:
+    """(name, layer, parts) of every linear layer in the blocks; the parts are (Hugging Face's name, outputs)."""
+    members: dict[str, list[str]] = model.packed_modules_mapping
+    for name, layer in model.named_modules():
+        parent, _, leaf = name.rpartition(".")
+        if hasattr(layer, "quant_method") and leaf in {*members, *PROJECTIONS}:
+            sizes = getattr(layer, "output_partition_sizes", None) or [layer.output_size_per_partition]
+            parts = zip(members.get(leaf, [leaf]), sizes, strict=True)
+            yield name, layer, [(f"{parent}.{part}", size) for part, size in parts]
+
+
+def install(
+    model: nn.Module, targets: Sequence[str], rank: int, dtype: torch.dtype, device: torch.device, kernels: bool
+) -> Slots:
+    """Give every layer with a target a zero adapter; return its matrices."""
+    slots: Slots = {}
+    for _, layer, parts in fused_layers(model):
+        wanted = [name.rpartition(".")[2] in targets for name, _ in parts]
+        if not any(wanted):
+            continue
+        widths = [width for _, width in parts]
+        a = torch.zeros(len(parts) * rank, layer.input_size_per_partition, dtype=dtype, device=device)
+        b = torch.zeros(sum(widths), rank, dtype=dtype, device=device)
+        for (name, _), is_target, low, high in zip(parts, wanted, a.split(rank), b.split(widths), strict=True):
+            if is_target:
+                slots[name] = low, high
+        layer.quant_method = AdapterMethod(layer.quant_method, a, b, widths, kernels)
+    return slots
+
+
+@contextmanager
+def adapter_layers(
+    targets: Sequence[str], rank: int, dtype: torch.dtype, device: torch.device, kernels: bool
+) -> Iterator[Slots]:
+    """While the engine is built: the model that it loads gets an adapter, before graphs are captured."""
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    load, slots = BaseModelLoader.load_model, Slots()
+
+    def load_model(*args: Any, **kwargs: Any) -> nn.Module:
+        model = load(*args, **kwargs)
+        slots.update(install(model, targets, rank, dtype, device, kernels))
+        return model
+
+    with patch.object(BaseModelLoader, "load_model", load_model):
+        yield slots

@@ -1,0 +1,89 @@
+"""Kernels of a decoding step, with Triton's interpreter instead of a GPU. Twin: gpu/test_kernels.py."""
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.test_marlin import interpreted
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+
+@pytest.fixture
+def decoding() -> Iterator[ModuleType]:
+    from qerl_pl import decoding
+
+    yield from interpreted(decoding)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "widths", "rank"),
+    [
+        (1, 64, (64,), 8),
+        (3, 600, (128, 32, 32), 5),  # neither inputs nor rank fill a tile
+        (70, 1024, (96, 96), 16),  # several tiles of rows, shares of inputs
+        (2, 256, (160,), 100),  # a rank of several tiles
+    ],
+)
+def test_the_adapter_by_kernels(
+    decoding: ModuleType, rows: int, inputs: int, widths: tuple[int, ...], rank: int
+) -> None:
+    """Against float64; with FP32 matrices nothing is rounded on the way."""
+    x, a = random(rows, inputs, seed=1), random(len(widths) * rank, inputs, seed=2)
+    b, y = random(sum(widths), rank, seed=3), random(rows, sum(widths), seed=4)
+    want = y.double()
+    for part, low, high in zip(want.split(widths, 1), a.split(rank), b.split(widths), strict=True):
+        part += x.double() @ low.double().T @ high.double().T
+    z = decoding.shrink(x, a)
+    torch.testing.assert_close(z.sum(0).double(), x.double() @ a.double().T, rtol=1e-5, atol=1e-3)
+    decoding.expand_(y, z, b, widths)
+    torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-2)
+    assert ((y - want).norm() / want.norm()) < 1e-6
+
+
+def test_tiles_of_outputs(decoding: ModuleType) -> None:
+    """No tile lies in two parts; the last part may end anywhere."""
+    assert decoding.tile_of_outputs((896, 128, 128)) == 128
+    assert decoding.tile_of_outputs((192, 64, 64)) == 64
+    assert decoding.tile_of_outputs((17,)) == 128
+    assert decoding.tile_of_outputs((24, 8)) == 8
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def test_rms_norm(decoding: ModuleType) -> None:
+    """The sum that goes on is rounded before it is normed; the norm of it is rounded once.
+
+    In FP16: the interpreter cuts BF16 off instead of rounding it.
+    """
+    x, residual = random(5, 90, seed=1).half(), random(5, 90, seed=2).half()
+    weight = 1 + 1e-3 * random(90, seed=3)
+    exact = decoding.rms_norm(x.float(), None, weight, 1e-6)
+    torch.testing.assert_close(exact.double(), norm(x.float(), weight, 1e-6), rtol=1e-5, atol=1e-6)
+
+    total = x + residual
+    y = decoding.rms_norm(x, residual, weight, 1e-6)
+    assert y.dtype == torch.float16
+    assert torch.equal(residual, total)
+    torch.testing.assert_close(y.double(), norm(total, weight, 1e-6), rtol=2**-11, atol=0)
+
+
+def test_rms_norm_of_heads_within_a_wider_row(decoding: ModuleType) -> None:
+    """q of q, k, v, as Qwen3 norms it: rows have strides."""
+    qkv = random(3, 7 * 16, seed=1)
+    q = qkv[:, 16 : 16 * 5].view(3, 4, 16)
+    assert not q.is_contiguous()
+    weight = random(16, seed=2)
+    torch.testing.assert_close(
+        decoding.rms_norm(q, None, weight, 1e-6).double(), norm(q, weight, 1e-6), rtol=1e-5, atol=1e-6
+    )
