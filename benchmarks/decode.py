@@ -1,6 +1,6 @@
 """Where the time of a decoding step goes: kernels by kind, gaps between them, against the bytes that must be read.
 
-    python benchmarks/decode.py --model 14B --format nvfp4 --batch 1,8,64,256 --output benchmarks/results/h200/decode.json
+    python benchmarks/decode.py --model 14B --batch 1,8,64,256 --output benchmarks/results/h200/decode.json
 
 Needs a GPU. One engine; each batch is profiled over some decoding steps after a warm-up.
 """
