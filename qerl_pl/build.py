@@ -54,6 +54,8 @@ def build_policy(
         kv_cache_bytes=None if plan is None else plan.kv_cache,
     )
     data.engine.start(spec)
+    for note in data.engine.notes:
+        data.collector.report("note", note)
     shared = _shared_weights(data, shared_base) if on_gpu else None
     layers = gradient_checkpointing
     if layers == "auto":

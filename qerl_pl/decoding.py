@@ -13,6 +13,7 @@ from torch import Tensor
 
 PROGRAMS = 256  # that keep a large GPU busy
 COLUMNS = 128  # of a tile of inputs
+ROWS = 32  # tokens of a tile, at most
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -33,33 +34,62 @@ def _shrink(x, a, z, rows, inputs, stride, outputs, chunk, ROWS: tl.constexpr, O
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _plus(a, b):  # type: ignore[no-untyped-def]
+    return a + b
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _low_rank(  # type: ignore[no-untyped-def]
+    total, z, b, m, n, rows, width, rank, columns, first, SHARES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr
+):
+    """total [ROWS, OUT] + z bᵀ: rows m and ``rank`` columns from ``first`` on of z [shares, rows, columns], summed over
+    shares, and rows n of b [width, rank].
+    """
+    share = tl.arange(0, SHARES)[:, None, None]
+    for begin in range(0, rank, RANK):
+        r = begin + tl.arange(0, RANK)
+        at = (share * rows + m[None, :, None]) * columns + first + r[None, None, :]
+        parts = tl.load(z + at, mask=(m < rows)[None, :, None] & (r < rank)[None, None, :], other=0.0)
+        right = tl.load(b + n[:, None] * rank + r[None, :], mask=(n < width)[:, None] & (r < rank)[None, :], other=0.0)
+        total += tl.dot(tl.reduce(parts, 0, _plus).to(right.dtype), tl.trans(right))
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _expand(  # type: ignore[no-untyped-def]
-    z, b, y, rows, width, rank, parts, second, third, SHARES: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr,
+    z, b, y, rows, width, rank, columns, second, third, SHARES: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr,
     RANK: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, width] += z bᵀ, where z [shares, rows, parts · rank] is summed over shares first, and b [width, rank].
-
-    The outputs from ``second`` and from ``third`` on take the second and third ``rank`` columns of z.
+    """y [rows, width] += z bᵀ; the outputs from ``second`` and from ``third`` on take the second and third ``rank``
+    columns of z.
     """
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * OUT + tl.arange(0, OUT)
     part = (tl.program_id(1) * OUT >= second).to(tl.int32) + (tl.program_id(1) * OUT >= third).to(tl.int32)
     inside = (m < rows)[:, None] & (n < width)[None, :]
-    total = tl.load(y + m[:, None].to(tl.int64) * width + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    for first in range(0, rank, RANK):
-        r = first + tl.arange(0, RANK)
-        low = tl.full([ROWS, RANK], 0.0, tl.float32)
-        for share in tl.static_range(SHARES):
-            at = (share * rows + m[:, None]) * (parts * rank) + part * rank + r[None, :]
-            low += tl.load(z + at, mask=(m < rows)[:, None] & (r < rank)[None, :], other=0.0)
-        right = tl.load(b + n[:, None] * rank + r[None, :], mask=(n < width)[:, None] & (r < rank)[None, :], other=0.0)
-        total += tl.dot(low.to(right.dtype), tl.trans(right))
-    tl.store(y + m[:, None].to(tl.int64) * width + n[None, :], total.to(y.dtype.element_ty), mask=inside)
+    at = m[:, None].to(tl.int64) * width + n[None, :]
+    total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    total = _low_rank(total, z, b, m, n, rows, width, rank, columns, part * rank, SHARES, ROWS, RANK)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _plus(a, b):  # type: ignore[no-untyped-def]
-    return a + b
+def _swiglu(  # type: ignore[no-untyped-def]
+    z, b, y, out, rows, width, rank, columns, SHARES: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr,
+    RANK: tl.constexpr,
+):  # fmt: skip
+    """out [rows, width] = silu(gate) · up; gate and up are y [rows, 2 width] + z bᵀ, rounded as if they were stored."""
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(1) * OUT + tl.arange(0, OUT)
+    inside = (m < rows)[:, None] & (n < width)[None, :]
+    at = m[:, None].to(tl.int64) * (2 * width) + n[None, :]
+    gate = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(y + at + width, mask=inside, other=0.0).to(tl.float32)
+    gate = _low_rank(gate, z, b, m, n, rows, width, rank, columns, 0, SHARES, ROWS, RANK)
+    up = _low_rank(up, z, b + width * rank, m, n, rows, width, rank, columns, rank, SHARES, ROWS, RANK)
+    gate = gate.to(y.dtype.element_ty).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up.to(y.dtype.element_ty).to(tl.float32)
+    tl.store(out + m[:, None].to(tl.int64) * width + n[None, :], value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -86,9 +116,9 @@ def shrink(x: Tensor, a: Tensor, stream: torch.cuda.Stream | None = None) -> Ten
     (rows, inputs), outputs = x.shape, a.shape[0]
     m, r = _tile(rows, 64), _tile(outputs, 32)
     tiles = triton.cdiv(rows, m) * triton.cdiv(outputs, r)
-    shares = max(1, min(16, PROGRAMS // tiles, inputs // (2 * COLUMNS)))
+    most = max(1, min(8 if rows <= 64 else 2, PROGRAMS // tiles, inputs // (2 * COLUMNS)))
+    shares = 1 << (most.bit_length() - 1)
     chunk = triton.cdiv(triton.cdiv(inputs, shares), COLUMNS) * COLUMNS
-    shares = triton.cdiv(inputs, chunk)
     z = torch.empty(shares, rows, outputs, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(rows, m), triton.cdiv(outputs, r), shares)
     with nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -100,14 +130,25 @@ def expand_(y: Tensor, z: Tensor, b: Tensor, widths: tuple[int, ...]) -> None:
     """Add z bᵀ to y [N, out] in place. z [shares, N, parts · rank] from :func:`shrink`, b [out, rank]; ``widths`` are
     the outputs of each part, at most three.
     """
-    shares, rows, _ = z.shape
+    shares, rows, columns = z.shape
     width, rank = b.shape
-    m, tile = _tile(rows, 64), tile_of_outputs(widths)
+    m, tile = _tile(rows, ROWS), tile_of_outputs(widths)
     starts = [sum(widths[:i]) for i in range(1, len(widths))] + [width] * (3 - len(widths))
     grid = (triton.cdiv(rows, m), triton.cdiv(width, tile))
     _expand[grid](
-        z, b, y, rows, width, rank, len(widths), *starts, SHARES=shares, ROWS=m, OUT=tile, RANK=_tile(rank, 64)
+        z, b, y, rows, width, rank, columns, *starts, SHARES=shares, ROWS=m, OUT=tile, RANK=_tile(rank, 64)
     )  # fmt: skip
+
+
+def swiglu(y: Tensor, z: Tensor, b: Tensor) -> Tensor:
+    """silu(gate) · up [N, I], where gate and up are the halves of y [N, 2 I] + z bᵀ, z and b as in :func:`expand_`."""
+    shares, rows, columns = z.shape
+    width, rank = b.shape[0] // 2, b.shape[1]
+    out = torch.empty(rows, width, dtype=y.dtype, device=y.device)
+    m = _tile(rows, ROWS)
+    grid = (triton.cdiv(rows, m), triton.cdiv(width, 128))
+    _swiglu[grid](z, b, y, out, rows, width, rank, columns, SHARES=shares, ROWS=m, OUT=128, RANK=_tile(rank, 64))
+    return out
 
 
 def tile_of_outputs(widths: tuple[int, ...]) -> int:

@@ -1,10 +1,16 @@
-"""NVFP4 weights in the layout that vLLM's Marlin kernels sample from, read back as dense matrices (Triton).
+"""NVFP4 weights in the layout that vLLM's kernels, Marlin's and Humming's, sample from, read back as dense matrices
+(Triton).
 
-The trainer computes from the engine's own tensors, so that the 4-bit base exists once. Marlin stores a weight [out, in]
-as tiles of 16 inputs × 64 outputs, 128 words of 32 bits each. Word 4·(4·i + q) + j (i < 8, q < 4, j < 4) holds eight
+The trainer computes from the engine's own tensors, so that the 4-bit base exists once. A weight [out, in] is stored as
+tiles of 16 inputs × 64 outputs, 128 words of 32 bits each. Word 4·(4·i + q) + j (i < 8, q < 4, j < 4) holds eight
 codes; the one at bits 4·(4·a + 2·b + c) (a, b, c < 2) belongs to input 8·c + 2·q + a and output 16·j + 8·b + i of the
-tile. The scale of output 16·(2·u + v) + 8·b + i is byte 8·i + 4·u + 2·b + v of its row: E4M3 times 2^7, as an FP16
-number without its sign and its seven lowest bits. The global scale holds a further 2^119.
+tile. The scale of output 16·(2·u + v) + 8·b + i is a byte of its row:
+
+- Humming: byte 8·i + 4·u + 2·v + b, the checkpoint's E4M3; the global scale is the reciprocal of the checkpoint's.
+- Marlin: byte 8·i + 4·u + 2·b + v, E4M3 times 2^7 as an FP16 number without its sign and its seven lowest bits; the
+  global scale holds a further 2^119.
+
+With a sign and seven zeros a byte of either is an FP16 number: Humming's the scale times 2^-8, Marlin's times 2^7.
 """
 
 from dataclasses import dataclass
@@ -15,12 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_IN, TILE_OUT = 16, 64
-_GLOBAL = 2.0 ** (16 - 119)
+_GLOBAL = {"marlin": 2.0 ** (16 - 119), "humming": 2.0**31}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _dequantize(packed, scales, dense, columns, first, width, TILES: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """TILES tiles along the inputs by WIDE along the outputs, times 2^-16.
+def _dequantize(  # type: ignore[no-untyped-def]
+    packed, scales, dense, columns, first, width, TILES: tl.constexpr, WIDE: tl.constexpr, HUMMING: tl.constexpr
+):
+    """TILES tiles along the inputs by WIDE along the outputs, times 2^-16 (Marlin) or 2^-31.
 
     No number is converted: a code's bits, put where FP32 has its sign, lowest exponent and highest mantissa bits, are
     its value times 2^-126, and FP4 · FP8 has so few digits that the upper half of an FP32 is the BF16.
@@ -36,7 +44,8 @@ def _dequantize(packed, scales, dense, columns, first, width, TILES: tl.constexp
     bits = tl.reshape(bits, [TILES, WIDE, 8, 4, 4, 2, 2, 2])
     bits = tl.reshape(tl.permute(bits, [0, 7, 3, 5, 1, 4, 6, 2]), [TILES, 16, WIDE * 64])  # (c q a) by (tile j b i)
     scale = tl.load(scales + rows * columns + begin * 64 + tl.arange(0, WIDE * 64)[None, :]).to(tl.int32)
-    scale = tl.permute(tl.reshape(scale, [TILES, WIDE, 8, 2, 2, 2]), [0, 1, 3, 5, 4, 2])  # (i u b v) -> (u v b i)
+    scale = tl.reshape(scale, [TILES, WIDE, 8, 2, 2, 2])
+    scale = tl.permute(scale, [0, 1, 3, 4, 5, 2] if HUMMING else [0, 1, 3, 5, 4, 2])  # to (u v b i)
     scale = tl.reshape(scale << 7, [TILES, 1, WIDE * 64]).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     value = tl.reshape(
         bits.to(tl.float32, bitcast=True) * (scale * 10141204801825835211973625643008.0), [TILES * 16, WIDE * 64]
@@ -50,10 +59,11 @@ def _dequantize(packed, scales, dense, columns, first, width, TILES: tl.constexp
 
 @dataclass(frozen=True)
 class MarlinWeight:
-    """Some of the outputs of one Marlin-packed NVFP4 weight; the tensors are the engine's.
+    """Some of the outputs of one packed NVFP4 weight; the tensors are the engine's.
 
-    ``packed`` int32 [in / 16, 2 · all outputs], ``scales`` FP8 [in / 16, all outputs]; this weight is the ``width``
-    outputs from ``first`` on. Its values are ``scale`` times those of :meth:`dense`.
+    ``packed`` int32 [in / 16, 2 · all outputs], ``scales`` FP8 [in / 16, all outputs] in the order of ``layout``
+    (marlin or humming); this weight is the ``width`` outputs from ``first`` on. Its values are ``scale`` times those of
+    :meth:`dense`.
     """
 
     packed: Tensor
@@ -61,6 +71,7 @@ class MarlinWeight:
     scale: float
     first: int
     width: int
+    layout: str = "marlin"
 
     def __post_init__(self) -> None:
         tiles, columns = self.packed.shape[0], self.packed.shape[1] // 2
@@ -73,9 +84,9 @@ class MarlinWeight:
             raise ValueError(f"scales are {list(self.scales.shape)}, expected {[tiles, columns]}")
 
     @staticmethod
-    def global_scale(stored: float) -> float:
-        """The factor of :meth:`dense` from the engine's ``weight_global_scale``."""
-        return stored * _GLOBAL
+    def global_scale(stored: float, layout: str = "marlin") -> float:
+        """The factor of :meth:`dense` from the engine's global scale."""
+        return stored * _GLOBAL[layout]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -91,8 +102,9 @@ class MarlinWeight:
         grid = (tiles, out_features // TILE_OUT // wide)
         scales = self.scales.view(torch.uint8)
         _dequantize[grid](
-            self.packed, scales, dense, columns, self.first, out_features, TILES=1, WIDE=wide, num_warps=2
-        )
+            self.packed, scales, dense, columns, self.first, out_features, TILES=1, WIDE=wide,
+            HUMMING=self.layout == "humming", num_warps=2,
+        )  # fmt: skip
         return dense.T
 
 

@@ -25,6 +25,7 @@ class Engine:
     """Takes what it is started with; shares BF16 weights if it is told to."""
 
     plannable, max_num_seqs, max_num_batched_tokens, release_kv_cache = True, 8, 64, True
+    notes = ("engine: of glass",)
 
     def __init__(self, shares: bool) -> None:
         self.shares = shares
@@ -69,7 +70,7 @@ def test_the_trainer_computes_from_the_engines_weights(tmp_path: Path, monkeypat
     assert isinstance(layer, SharedLinear)
     assert layer.shared.tensor.data_ptr() == engine.tensors["model.layers.1.mlp.up_proj"].data_ptr()
     assert notes[0].startswith("memory plan, GB of 1.0")
-    assert notes[1:] == ["base: one copy, the trainer computes from the engine's weights"]
+    assert notes[1:] == ["engine: of glass", "base: one copy, the trainer computes from the engine's weights"]
     # 8 sequences in groups of 4: two prompts of two blocks, and five blocks (15 left of a prompt, 64 new) for each
     assert engine.spec.kv_cache_bytes == (2 * 2 + 8 * 5) * 16 * (2 * 2 * 2 * 32 * 2)
     assert policy.checkpointed_layers == 0
@@ -82,7 +83,7 @@ def test_a_copy_of_its_own_is_said_aloud(
     settings: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, _, notes = start(tmp_path, monkeypatch, NVFP4(), shares="shared_base" in settings, **settings)
-    assert notes[1] == f"base: the trainer holds a packed copy of its own ({reason})"
+    assert notes[2] == f"base: the trainer holds a packed copy of its own ({reason})"
     assert not isinstance(policy.peft.get_base_model().model.layers[0].mlp.up_proj.base_layer, SharedLinear)
 
 

@@ -87,3 +87,16 @@ def test_rms_norm_of_heads_within_a_wider_row(decoding: ModuleType) -> None:
     torch.testing.assert_close(
         decoding.rms_norm(q, None, weight, 1e-6).double(), norm(q, weight, 1e-6), rtol=1e-5, atol=1e-6
     )
+
+
+def test_swiglu_with_the_adapter_of_gate_and_up(decoding: ModuleType) -> None:
+    """Against float64; in FP32 nothing is rounded on the way."""
+    rows, width, rank, inputs = 5, 200, 12, 700
+    x, a = random(rows, inputs, seed=1) / inputs**0.5, random(2 * rank, inputs, seed=2)
+    b, y = random(2 * width, rank, seed=3), random(rows, 2 * width, seed=4)
+    gate, up = (
+        half + x.double() @ low.double().T @ high.double().T
+        for half, low, high in zip(y.double().chunk(2, 1), a.split(rank), b.split(width), strict=True)
+    )
+    got = decoding.swiglu(y, decoding.shrink(x, a), b)
+    torch.testing.assert_close(got.double(), gate * gate.sigmoid() * up, rtol=1e-5, atol=1e-4)

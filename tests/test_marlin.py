@@ -40,8 +40,8 @@ def interpreted(module: ModuleType) -> Iterator[ModuleType]:
     importlib.reload(module)
 
 
-def pack(stored: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor, float]:
-    """Marlin's tensors of weights [out, in] that are one layer, number by number from the description of the layout."""
+def pack(stored: list[dict[str, Tensor]], layout: str = "marlin") -> tuple[Tensor, Tensor, float]:
+    """An engine's tensors of weights [out, in] that are one layer, number by number by the layout's description."""
     codes = torch.cat([s["weight_packed"] for s in stored])
     codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1).T.tolist()  # [in][out]
     scale = torch.cat([s["weight_scale"] for s in stored]).float().T  # [in / 16, out]
@@ -49,6 +49,8 @@ def pack(stored: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor, float]:
     packed, scales = torch.zeros(tiles, 2 * outputs, dtype=torch.int64), torch.zeros(tiles, outputs, dtype=torch.uint8)
     # E4M3 times 2^7 as FP16; the sign bit is left out and the seven lowest bits are 0, so one byte holds it.
     byte = ((scale * 128).half().view(torch.int16) >> 7).to(torch.uint8)
+    if layout == "humming":  # the checkpoint's own bytes
+        byte = scale.to(torch.float8_e4m3fn).view(torch.uint8)
     for tile in range(tiles):
         for block in range(outputs // 64):
             for word in range(128):
@@ -59,18 +61,23 @@ def pack(stored: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor, float]:
                     packed[tile, 128 * block + word] |= codes[16 * tile + k][n] << (4 * place)
             for n in range(64):
                 u, v, b, i = n // 32, n // 16 % 2, n // 8 % 2, n % 8
-                scales[tile, 64 * block + 8 * i + 4 * u + 2 * b + v] = byte[tile, 64 * block + n]
+                place = 8 * i + 4 * u + (2 * b + v if layout == "marlin" else 2 * v + b)
+                scales[tile, 64 * block + place] = byte[tile, 64 * block + n]
     packed = torch.where(packed >= 2**31, packed - 2**32, packed).int()
-    return packed, scales.view(torch.float8_e4m3fn), 2.0**119 / float(stored[0]["weight_global_scale"])
+    divisor = float(stored[0]["weight_global_scale"])
+    return packed, scales.view(torch.float8_e4m3fn), (2.0**119 if layout == "marlin" else 1.0) / divisor
 
 
-def test_dense_is_the_dequantized_weight(kernels: ModuleType) -> None:
+@pytest.mark.parametrize("layout", ["marlin", "humming"])
+def test_dense_is_the_dequantized_weight(kernels: ModuleType, layout: str) -> None:
     torch.manual_seed(0)
-    stored = NVFP4().quantize([torch.randn(n, 48) * 0.05 for n in (128, 64, 64)])
-    packed, scales, global_scale = pack(stored)
-    first = 0
+    weights = [torch.randn(n, 48) * 0.05 for n in (128, 64, 64)]
+    weights[0][:8] *= 2e-4  # scales below the normal numbers of E4M3
+    stored = NVFP4().quantize(weights)
+    packed, scales, global_scale = pack(stored, layout)
+    first, scale = 0, kernels.MarlinWeight.global_scale(global_scale, layout)
     for part, width in zip(stored, (128, 64, 64), strict=True):
-        weight = kernels.MarlinWeight(packed, scales, kernels.MarlinWeight.global_scale(global_scale), first, width)
+        weight = kernels.MarlinWeight(packed, scales, scale, first, width, layout)
         assert weight.shape == (width, 48)
         for dtype in (torch.float32, torch.bfloat16):
             dense = weight.dense(dtype)

@@ -48,6 +48,8 @@ class Engine(ABC):
     tokenizer: Any
     plannable = False
     """Whether the memory plan covers it: then it has max_num_seqs, max_num_batched_tokens and release_kv_cache."""
+    notes: Sequence[str] = ()
+    """After ``start``: what a user should know of the way it computes."""
 
     @abstractmethod
     def start(self, spec: EngineSpec) -> None:

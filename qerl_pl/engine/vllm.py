@@ -95,6 +95,8 @@ class VLLMEngine(Engine):
                 raise
         self.tokenizer = llm.get_tokenizer()
         self._llm = llm
+        if self._cuda and (slow := vllm_compat.slow_kernels(spec.quantization, self.kernels)):
+            self.notes = (f"vLLM: {slow}",)
         self._clean = self._versions()
 
     def _settings(self, spec: EngineSpec) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class AdapterMethod:
     def __init__(self, method: Any, a: Tensor, b: Tensor, widths: Sequence[int], kernels: bool) -> None:
         self.method, self.a, self.b, self.widths, self.rank = method, a, b, tuple(widths), b.shape[1]
         self.kernels = kernels and a.is_cuda and len(widths) <= 3 and _tiles(self.widths)
+        self.activation: SwiGLU | None = None  # what takes the layer's output, if it adds the adapter itself
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.method, name)
@@ -49,7 +50,10 @@ class AdapterMethod:
         low = decoding.shrink(rows, self.a, side)
         y = self.method.apply(layer, x, bias)
         main.wait_stream(side)
-        decoding.expand_(y.view(-1, y.shape[-1]), low, self.b, self.widths)
+        if self.activation is not None:
+            self.activation.low = low
+        else:
+            decoding.expand_(y.view(-1, y.shape[-1]), low, self.b, self.widths)
         return y
 
     def add(self, y: Tensor, x: Tensor) -> None:
@@ -59,6 +63,26 @@ class AdapterMethod:
             rows = slice(first, first + width)
             y[:, rows].addmm_(low[:, part * self.rank : (part + 1) * self.rank], self.b[rows].T)
             first += width
+
+
+class SwiGLU(nn.Module):
+    """The activation of an MLP, which also adds the adapter of gate and up: one kernel reads and writes them once."""
+
+    def __init__(self, plain: nn.Module, method: AdapterMethod) -> None:
+        super().__init__()
+        self.plain, self.b = plain, method.b
+        self.low: Tensor | None = None  # A x, where it is still to be added
+        method.activation = self
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """[N, 2 I] -> [N, I]."""
+        low, self.low = self.low, None
+        if low is None:
+            out: Tensor = self.plain(gate_up)
+            return out
+        from qerl_pl import decoding
+
+        return decoding.swiglu(gate_up, low, self.b)
 
 
 def _tiles(widths: tuple[int, ...]) -> bool:
@@ -99,6 +123,11 @@ def install(
             if is_target:
                 slots[name] = low, high
         layer.quant_method = AdapterMethod(layer.quant_method, a, b, widths, kernels)
+    for module in model.modules():
+        mlp: Any = module
+        method = getattr(getattr(mlp, "gate_up_proj", None), "quant_method", None)
+        if isinstance(method, AdapterMethod) and method.kernels and type(mlp.act_fn).__name__ == "SiluAndMul":
+            mlp.act_fn = SwiGLU(mlp.act_fn, method)
     return slots
 
 

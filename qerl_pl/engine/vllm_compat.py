@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qerl_pl.types import Sampling
-from registry.quantization import QuantFormat
+from registry.quantization import NVFP4, QuantFormat
 
 
 def prepare(cuda: bool) -> None:
@@ -101,11 +101,29 @@ def patched_layers(quantization: QuantFormat, dtype: torch.dtype, cuda: bool, ke
             stack.enter_context(patch.object(RMSNorm, "forward_cuda", _norm))
         if cuda:
             process = _checked(scheme.process_weights_after_loading)
+            if kernels:
+                from qerl_pl.engine import vllm_nvfp4
+
+                if vllm_nvfp4.unusable() is None:
+                    kernel = vllm_nvfp4.HummingKernel()
+                    stack.enter_context(patch.object(nvfp4, "init_nvfp4_linear_kernel", lambda use_a16=False: kernel))
+                    process = _checked(lambda _, layer: kernel.transform(layer, quantization))
         else:  # there is no CPU kernel for NVFP4
             stack.enter_context(patch.object(nvfp4, "init_nvfp4_linear_kernel", lambda use_a16=False: _Dense()))
             process = _dequantizing(quantization, dtype)
         stack.enter_context(patch.object(scheme, "process_weights_after_loading", process))
         yield
+
+
+def slow_kernels(quantization: QuantFormat, kernels: bool) -> str | None:
+    """Which kernels of ours are left out, and why; for a GPU."""
+    if not kernels:
+        return "adapter and norms by plain PyTorch, as kernels: false asks for"
+    from qerl_pl.engine import vllm_nvfp4
+
+    if isinstance(quantization, NVFP4) and (reason := vllm_nvfp4.unusable()):
+        return f"NVFP4 by vLLM's own kernel: {reason}"
+    return None
 
 
 def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:

@@ -20,6 +20,12 @@ CACHE_TAG = "kv_cache"  # vLLM's name of the pool
 def linear_weights(llm: Any) -> Iterator[tuple[str, Weight]]:
     """The weight of every projection by Hugging Face's name; those that vLLM computes as one are parts of a tensor."""
     for _, layer, parts in fused_layers(vllm_compat.model(llm)):
+        if hasattr(layer, "humming"):
+            from qerl_pl.engine import vllm_nvfp4
+
+            names, sizes = zip(*parts, strict=True)
+            yield from zip(names, vllm_nvfp4.weights(layer, list(sizes)), strict=True)
+            continue
         first = 0
         for name, size in parts:
             yield name, _weight(name, layer, first, size)

@@ -49,13 +49,17 @@ class Case:
         return torch.cat(parts).mean().item()
 
 
-@pytest.fixture(scope="module", params=[BF16(), NVFP4()], ids=["bf16", "nvfp4"])
+@pytest.fixture(
+    scope="module",
+    params=[(BF16(), True), (NVFP4(), True), (NVFP4(), False)],
+    ids=["bf16", "nvfp4", "nvfp4-without-kernels"],
+)
 def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    quantization: QuantFormat = request.param
+    quantization: QuantFormat = request.param[0]
     folder = tmp_path_factory.mktemp("cuda") / "model"
     config = Qwen2Config(**(small() | {"hidden_size": 256, "intermediate_size": 512}), tie_word_embeddings=True)
     reference = Reference(config, write_checkpoint(folder, config, quantization))
-    engine = VLLMEngine(max_model_len=MAX_LEN, max_num_seqs=32, kv_cache_gb=0.5)
+    engine = VLLMEngine(max_model_len=MAX_LEN, max_num_seqs=32, kv_cache_gb=0.5, kernels=request.param[1])
     spec = EngineSpec(folder, quantization, RANK, ALPHA, TARGETS, dtype="bfloat16", device="cuda")
     engine.start(spec)
     yield Case(engine, reference, spec)
@@ -106,10 +110,22 @@ def test_the_engines_weights_are_the_checkpoints(case: Case) -> None:
     from qerl_pl.engine import vllm_compat
 
     layer = dict(vllm_compat.model(case.engine._llm).named_modules())["model.layers.1.mlp.down_proj"]
-    identity = torch.eye(512, dtype=torch.bfloat16, device="cuda")
-    through = layer.quant_method.apply(layer, identity)
+    through = layer.quant_method.method.apply  # without the adapter
     ours = shared["model.layers.1.mlp.down_proj"]
-    torch.testing.assert_close(through.float().T, (ours.dense(torch.float32) * ours.scale), rtol=2**-8, atol=0)
+    want = ours.dense(torch.float32).clone() * ours.scale
+    for copies in (1, 3):  # few tokens, and so many that the weight is made dense
+        identity = torch.eye(512, dtype=torch.bfloat16, device="cuda").repeat(copies, 1)
+        torch.testing.assert_close(through(layer, identity)[-512:].float().T, want, rtol=2**-7, atol=0)
+
+
+def test_the_kernels_in_use(case: Case) -> None:
+    """Humming is in the lock file; without it, or without kernels of ours, a note says so."""
+    from qerl_pl.engine import vllm_compat
+
+    module = dict(vllm_compat.model(case.engine._llm).named_modules())["model.layers.1.mlp.down_proj"]
+    quantized = isinstance(case.spec.quantization, NVFP4)
+    assert hasattr(module, "humming") == (quantized and case.engine.kernels)
+    assert bool(case.engine.notes) == (not case.engine.kernels)
 
 
 def test_a_policy_on_the_engines_weights_is_the_policy(case: Case) -> None:

@@ -1,0 +1,115 @@
+"""NVFP4 linear layers of vLLM on a GPU: Humming's kernels for few tokens, dense products for many; one set of tensors.
+
+vLLM itself takes Marlin on GPUs without FP4 units, which needs up to twice the time of a dense BF16 product from some
+128 tokens on. Humming (a dependency of vLLM's) stores weights alike.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl_pl.marlin import TILE_OUT, MarlinWeight
+from registry.quantization import QuantFormat
+
+DENSE_ROWS = 1024
+"""From more tokens than these a weight is made dense first: one pass over it that many products pay for."""
+_SCHEMA = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "type": "float",
+    "num_bits": 4,
+    "strategy": "group",
+    "group_size": 16,
+}
+
+
+def unusable() -> str | None:
+    """Why Humming's kernels cannot be used here, or None."""
+    try:
+        from humming.layer import HummingLayer  # noqa: F401
+        from humming.transform import transform_humming_tensors  # noqa: F401
+    except Exception as error:  # it compiles its launcher when it is imported
+        return f"humming-kernels 0.1.17 or later is needed ({error})"
+    major, _ = torch.cuda.get_device_capability()
+    return None if major == 9 else f"compute capability {major}.x has kernels of its own or was not tried"
+
+
+class HummingKernel:
+    """A kernel of vLLM's scheme for NVFP4: weights are transformed once, then a layer is computed from them."""
+
+    def input_quant_key(self) -> None:
+        return None
+
+    def transform(self, layer: Any, quantization: QuantFormat) -> None:
+        """Replace the checkpoint's tensors of a fused layer by Humming's.
+
+        Raises ValueError if what is read back from them is not the checkpoint's weight.
+        """
+        from humming.layer import HummingLayer
+
+        rows, columns = layer.output_size_per_partition, layer.input_size_per_partition
+        stored = {
+            "weight_packed": layer.weight_packed.data,
+            "weight_scale": layer.weight_scale.data,
+            "weight_global_scale": layer.weight_global_scale.data[:1],
+        }
+        bias = getattr(layer, "bias", None)
+        with torch.device(stored["weight_packed"].device):
+            humming = HummingLayer(
+                shape_n=rows,
+                shape_k=columns,
+                weight_config=dict(_SCHEMA),
+                has_bias=bias is not None,
+                torch_dtype=torch.bfloat16,
+            )
+            humming.load_from_tensors(stored | ({} if bias is None else {"bias": bias.data}))
+            humming.transform()
+        for name in stored:
+            delattr(layer, name)
+        layer.humming, layer.humming_scale = (
+            humming,
+            MarlinWeight.global_scale(float(humming.weight_scale_2), "humming"),
+        )
+        _check(layer, quantization, stored)
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., in] -> [..., out]; ``bias`` is the layer's own, which Humming holds too."""
+        rows = x.reshape(-1, x.shape[-1])
+        if len(rows) > DENSE_ROWS and not torch.cuda.is_current_stream_capturing():
+            y = torch.empty(len(rows), layer.output_size_per_partition, dtype=x.dtype, device=x.device)
+            if bias is not None:
+                y.copy_(bias)
+            first = 0
+            for weight in weights(layer, layer.output_partition_sizes):
+                part = y[:, first : first + weight.width]
+                part.addmm_(rows, weight.dense(x.dtype).T, beta=float(bias is not None), alpha=weight.scale)
+                first += weight.width
+        else:
+            y = layer.humming(rows)
+        return y.view(*x.shape[:-1], -1)
+
+
+def weights(layer: Any, sizes: list[int]) -> list[MarlinWeight]:
+    """The parts of a layer that :class:`HummingKernel` transformed, as the trainer reads them."""
+    packed, scales = layer.humming.weight.detach(), layer.humming.weight_scale.detach()
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [
+        MarlinWeight(packed, scales, layer.humming_scale, first, size, "humming")
+        for first, size in zip(starts, sizes, strict=True)
+    ]
+
+
+def _check(layer: Any, quantization: QuantFormat, stored: Mapping[str, Tensor]) -> None:
+    """Some outputs of the layer: another release of Humming's may store them otherwise."""
+    part = {name: tensor[: 4 * TILE_OUT] for name, tensor in stored.items()}
+    want = quantization.dequantize(part, torch.float32)
+    [weight] = weights(layer, [len(want)])
+    if not torch.allclose(weight.dense(torch.float32) * weight.scale, want, rtol=1e-6, atol=0):
+        import humming
+
+        raise ValueError(
+            f"humming-kernels {getattr(humming, '__version__', '?')} stores NVFP4 weights in a layout that is not "
+            "known here; set data.engine.kernels: false, or install the release of requirements/cuda.lock"
+        )
