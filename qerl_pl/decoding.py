@@ -57,11 +57,11 @@ def _low_rank(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _expand(  # type: ignore[no-untyped-def]
-    z, b, y, rows, width, rank, columns, second, third, SHARES: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr,
-    RANK: tl.constexpr,
+    z, b, y, out, rows, width, rank, columns, second, third, SUMS: tl.constexpr, SHARES: tl.constexpr,
+    ROWS: tl.constexpr, OUT: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, width] += z bᵀ; the outputs from ``second`` and from ``third`` on take the second and third ``rank``
-    columns of z.
+    """out [rows, width] = y [SUMS, rows, width], summed, + z bᵀ; the outputs from ``second`` and from ``third`` on take
+    the second and third ``rank`` columns of z.
     """
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * OUT + tl.arange(0, OUT)
@@ -69,26 +69,33 @@ def _expand(  # type: ignore[no-untyped-def]
     inside = (m < rows)[:, None] & (n < width)[None, :]
     at = m[:, None].to(tl.int64) * width + n[None, :]
     total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, SUMS):
+        total += tl.load(y + at + i * rows * width, mask=inside, other=0.0).to(tl.float32)
     total = _low_rank(total, z, b, m, n, rows, width, rank, columns, part * rank, SHARES, ROWS, RANK)
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _swiglu(  # type: ignore[no-untyped-def]
-    z, b, y, out, rows, width, rank, columns, SHARES: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr,
-    RANK: tl.constexpr,
+    z, b, y, out, rows, width, rank, columns, SUMS: tl.constexpr, SHARES: tl.constexpr, ROWS: tl.constexpr,
+    OUT: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, width] = silu(gate) · up; gate and up are y [rows, 2 width] + z bᵀ, rounded as if they were stored."""
+    """out [rows, width] = silu(gate) · up; gate and up are y [SUMS, rows, 2 width], summed, + z bᵀ, rounded as if they
+    were stored.
+    """
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * OUT + tl.arange(0, OUT)
     inside = (m < rows)[:, None] & (n < width)[None, :]
     at = m[:, None].to(tl.int64) * (2 * width) + n[None, :]
     gate = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(y + at + width, mask=inside, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, SUMS):
+        gate += tl.load(y + at + i * rows * 2 * width, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(y + at + width + i * rows * 2 * width, mask=inside, other=0.0).to(tl.float32)
     gate = _low_rank(gate, z, b, m, n, rows, width, rank, columns, 0, SHARES, ROWS, RANK)
     up = _low_rank(up, z, b + width * rank, m, n, rows, width, rank, columns, rank, SHARES, ROWS, RANK)
-    gate = gate.to(y.dtype.element_ty).to(tl.float32)
-    value = gate / (1.0 + tl.exp(-gate)) * up.to(y.dtype.element_ty).to(tl.float32)
+    gate = gate.to(out.dtype.element_ty).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + m[:, None].to(tl.int64) * width + n[None, :], value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -126,33 +133,42 @@ def shrink(x: Tensor, a: Tensor, stream: torch.cuda.Stream | None = None) -> Ten
     return z
 
 
-def expand_(y: Tensor, z: Tensor, b: Tensor, widths: tuple[int, ...]) -> None:
-    """Add z bᵀ to y [N, out] in place. z [shares, N, parts · rank] from :func:`shrink`, b [out, rank]; ``widths`` are
-    the outputs of each part, at most three.
+def expand(y: Tensor, z: Tensor, b: Tensor, widths: tuple[int, ...]) -> Tensor:
+    """y + z bᵀ [N, out] in the dtype of b. y [N, out] is overwritten; of y [shares, N, out] the sum is taken.
+
+    z [shares, N, parts · rank] is from :func:`shrink`, b [out, rank]; ``widths`` are the outputs of up to three parts.
     """
     shares, rows, columns = z.shape
     width, rank = b.shape
+    out = y if y.dim() == 2 else torch.empty(rows, width, dtype=b.dtype, device=y.device)
     m, tile = _tile(rows, ROWS), tile_of_outputs(widths)
     starts = [sum(widths[:i]) for i in range(1, len(widths))] + [width] * (3 - len(widths))
     grid = (triton.cdiv(rows, m), triton.cdiv(width, tile))
     _expand[grid](
-        z, b, y, rows, width, rank, columns, *starts, SHARES=shares, ROWS=m, OUT=tile, RANK=_tile(rank, 64)
+        z, b, y, out, rows, width, rank, columns, *starts, SUMS=1 if y.dim() == 2 else len(y), SHARES=shares, ROWS=m,
+        OUT=tile, RANK=_tile(rank, 64),
     )  # fmt: skip
+    return out
 
 
 def swiglu(y: Tensor, z: Tensor, b: Tensor) -> Tensor:
-    """silu(gate) · up [N, I], where gate and up are the halves of y [N, 2 I] + z bᵀ, z and b as in :func:`expand_`."""
+    """silu(gate) · up [N, I] in the dtype of b, where gate and up are the halves of y + z bᵀ: y [N, 2 I] or [shares, N,
+    2 I], z and b as in :func:`expand`.
+    """
     shares, rows, columns = z.shape
     width, rank = b.shape[0] // 2, b.shape[1]
-    out = torch.empty(rows, width, dtype=y.dtype, device=y.device)
+    out = torch.empty(rows, width, dtype=b.dtype, device=y.device)
     m = _tile(rows, ROWS)
-    grid = (triton.cdiv(rows, m), triton.cdiv(width, 128))
-    _swiglu[grid](z, b, y, out, rows, width, rank, columns, SHARES=shares, ROWS=m, OUT=128, RANK=_tile(rank, 64))
+    grid = (triton.cdiv(rows, m), triton.cdiv(width, 64))
+    _swiglu[grid](
+        z, b, y, out, rows, width, rank, columns, SUMS=1 if y.dim() == 2 else len(y), SHARES=shares, ROWS=m, OUT=64,
+        RANK=_tile(rank, 64),
+    )  # fmt: skip
     return out
 
 
 def tile_of_outputs(widths: tuple[int, ...]) -> int:
-    """The largest tile of outputs of which none lies in two parts; :func:`expand_` needs at least 16."""
+    """The largest tile of outputs of which none lies in two parts; :func:`expand` needs at least 16."""
     return next(size for size in (128, 64, 32, 16, 8, 4, 2, 1) if all(width % size == 0 for width in widths[:-1]))
 
 

@@ -43,9 +43,11 @@ def test_the_adapter_by_kernels(
         part += x.double() @ low.double().T @ high.double().T
     z = decoding.shrink(x, a)
     torch.testing.assert_close(z.sum(0).double(), x.double() @ a.double().T, rtol=1e-5, atol=1e-3)
-    decoding.expand_(y, z, b, widths)
-    torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-2)
-    assert ((y - want).norm() / want.norm()) < 1e-6
+    shares = torch.stack([y - 1, random(*y.shape, seed=5)])
+    for given in (torch.cat([shares, (1 - shares[1])[None]]), y):  # in shares, and in place
+        got = decoding.expand(given, z, b, widths)
+        assert (got is y) == (given is y)
+        assert ((got - want).norm() / want.norm()) < 1e-6
 
 
 def test_tiles_of_outputs(decoding: ModuleType) -> None:
@@ -98,5 +100,6 @@ def test_swiglu_with_the_adapter_of_gate_and_up(decoding: ModuleType) -> None:
         half + x.double() @ low.double().T @ high.double().T
         for half, low, high in zip(y.double().chunk(2, 1), a.split(rank), b.split(width), strict=True)
     )
-    got = decoding.swiglu(y, decoding.shrink(x, a), b)
-    torch.testing.assert_close(got.double(), gate * gate.sigmoid() * up, rtol=1e-5, atol=1e-4)
+    for given in (y, torch.stack([y - 1, torch.ones_like(y)])):
+        got = decoding.swiglu(given, decoding.shrink(x, a), b)
+        torch.testing.assert_close(got.double(), gate * gate.sigmoid() * up, rtol=1e-5, atol=1e-4)

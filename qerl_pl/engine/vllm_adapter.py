@@ -43,6 +43,19 @@ class AdapterMethod:
             y = self.method.apply(layer, x, bias)
             self.add(y.view(-1, y.shape[-1]), rows)
             return y
+        y, low = self._sums(layer, rows, x, bias)
+        if self.activation is not None:
+            self.activation.low = low
+            return y
+        from qerl_pl import decoding
+
+        return decoding.expand(y, low, self.b, self.widths)
+
+    def _sums(self, layer: Any, rows: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What the layer computes, and A x, still in shares."""
+        few = getattr(layer, "few_tokens", None)  # HummingKernel's
+        if few is not None and (sums := few(rows, bias, self.a)) is not None:
+            return sums
         from qerl_pl import decoding
 
         side, main = _side_stream(x.device), torch.cuda.current_stream(x.device)
@@ -50,11 +63,7 @@ class AdapterMethod:
         low = decoding.shrink(rows, self.a, side)
         y = self.method.apply(layer, x, bias)
         main.wait_stream(side)
-        if self.activation is not None:
-            self.activation.low = low
-        else:
-            decoding.expand_(y.view(-1, y.shape[-1]), low, self.b, self.widths)
-        return y
+        return y.view(len(rows), -1), low
 
     def add(self, y: Tensor, x: Tensor) -> None:
         """The same by PyTorch: y [N, out] += B A x [N, in]."""
@@ -75,7 +84,7 @@ class SwiGLU(nn.Module):
         method.activation = self
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        """[N, 2 I] -> [N, I]."""
+        """What the layer of gate and up returned, [N, 2 I] or shares of it -> [N, I]."""
         low, self.low = self.low, None
         if low is None:
             out: Tensor = self.plain(gate_up)

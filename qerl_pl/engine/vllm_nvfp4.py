@@ -5,11 +5,13 @@ vLLM itself takes Marlin on GPUs without FP4 units, which needs up to twice the 
 """
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qerl_pl import decode_linear
 from qerl_pl.marlin import TILE_OUT, MarlinWeight
 from registry.quantization import QuantFormat
 
@@ -38,6 +40,10 @@ def unusable() -> str | None:
 
 class HummingKernel:
     """A kernel of vLLM's scheme for NVFP4: weights are transformed once, then a layer is computed from them."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(8)
+        self._compiling: dict[str, Future[Any]] = {}
 
     def input_quant_key(self) -> None:
         return None
@@ -68,11 +74,28 @@ class HummingKernel:
             humming.transform()
         for name in stored:
             delattr(layer, name)
-        layer.humming, layer.humming_scale = (
-            humming,
-            MarlinWeight.global_scale(float(humming.weight_scale_2), "humming"),
-        )
+        scale = float(humming.weight_scale_2)
+        layer.humming, layer.humming_scale = humming, MarlinWeight.global_scale(scale, "humming")
         _check(layer, quantization, stored)
+        self._compile(humming)
+
+        def few_tokens(x: Tensor, bias: Tensor | None, a: Tensor) -> tuple[Tensor, Tensor] | None:
+            """x [N, in] times the weight, and x aᵀ, in shares (decode_linear.py); None for more tokens."""
+            if len(x) > decode_linear.TOKENS:
+                return None
+            packed, scales = humming.weight, humming.weight_scale
+            return decode_linear.decode_linear(x.contiguous(), packed, scales, scale, bias, a)
+
+        if decode_linear.fits(columns, rows):
+            layer.few_tokens = few_tokens
+
+    def _compile(self, humming: Any) -> None:
+        """Have the kernels for this shape of a layer compiled, all shapes side by side; once on a machine."""
+        from humming.kernel.humming import HummingKernel as Compiled
+
+        config = humming.humming_config.to_str()
+        if config not in self._compiling:
+            self._compiling[config] = self._pool.submit(Compiled.prepare_kernels, config, device=humming.weight.device)
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in] -> [..., out]; ``bias`` is the layer's own, which Humming holds too."""
@@ -87,6 +110,8 @@ class HummingKernel:
                 part.addmm_(rows, weight.dense(x.dtype).T, beta=float(bias is not None), alpha=weight.scale)
                 first += weight.width
         else:
+            for compilation in self._compiling.values():
+                compilation.result()
             y = layer.humming(rows)
         return y.view(*x.shape[:-1], -1)
 

@@ -1,5 +1,5 @@
 """What is computed otherwise on a GPU than on a CPU: kernels, attention, compiled operations. Twins: test_marlin.py,
-test_layers.py, test_logprobs.py, test_packed.py, test_decoding.py.
+test_layers.py, test_logprobs.py, test_packed.py, test_decoding.py, test_decode_linear.py.
 """
 
 import pytest
@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from qerl_pl import decoding, fused
+from qerl_pl.decode_linear import decode_linear
 from qerl_pl.layers import Packing, attention
 from qerl_pl.logprobs import token_logprobs
 from qerl_pl.packed import PackedLinear, frozen_linear
 from registry.quantization import NVFP4
+from tests.test_marlin import pack
 
 pytestmark = pytest.mark.gpu
 
@@ -121,10 +123,25 @@ def test_the_adapter_of_a_decoding_step(rows: int) -> None:
     want = y.double()
     for part, low, high in zip(want.split(widths, 1), a.split(rank), b.split(widths), strict=True):
         part += x.double() @ low.double().T @ high.double().T
-    ours = y.cuda()
-    decoding.expand_(ours, decoding.shrink(x.cuda(), a.cuda(), torch.cuda.Stream()), b.cuda(), widths)
     torch.cuda.synchronize()
-    assert error(ours, want) < 4e-3
+    z = decoding.shrink(x.cuda(), a.cuda(), torch.cuda.Stream())
+    torch.cuda.synchronize()
+    assert error(decoding.expand(y.cuda(), z, b.cuda(), widths), want) < 4e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 11])
+def test_a_layer_of_few_tokens(tokens: int) -> None:
+    """Sums of BF16 products in FP32, with a bias and A x of the adapter, against float64."""
+    outputs, inputs = 512, 1184
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)) * 0.05
+    stored = NVFP4().quantize([weight])
+    packed, scales, scale = pack(stored, "humming")
+    x, a, bias = (torch.randn(n, inputs).bfloat16() for n in (tokens, 96, 1))
+    bias = bias[0, :outputs].contiguous()
+    y, z = decode_linear(*(t.cuda() for t in (x, packed, scales)), scale, bias.cuda(), a.cuda())
+    want = x.double() @ NVFP4().dequantize(stored[0], torch.float32).double().T + bias.double()
+    assert error(y.sum(0), want) < 1e-5
+    assert error(z.sum(0), x.double() @ a.double().T) < 1e-5
 
 
 def test_norm_of_a_decoding_step() -> None:

@@ -1,0 +1,138 @@
+// An NVFP4 layer for a few tokens, and A x of its adapter, in one launch. See decode_linear.py.
+//
+// A block of 8 warps computes 128 outputs over one share of the inputs: two warps side by side, four interleaved along
+// the inputs. A warp reads a tile of 16 inputs x 64 outputs with one 16-byte load a lane; the layout (marlin.py) gives
+// each lane what it holds in mma.m16n8k16 with the weight as the left operand: outputs x inputs times inputs x tokens.
+// The last blocks multiply by A [columns, inputs] in the same way.
+
+typedef unsigned int u32;
+#define DEPTH 4                  // tiles in flight a warp
+#define TOKENS (8 * GROUPS)      // GROUPS is defined when this is compiled
+#define SHIFT 0x7A807A80u        // 2^118, twice: BF16
+
+#ifdef __CUDACC__
+__device__ __forceinline__ u32 times(u32 a, u32 b) {  // two BF16 numbers each; subnormal ones count
+  u32 product;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+  return product;
+}
+
+__device__ __forceinline__ void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+#endif  // otherwise a test defines the two for a CPU
+
+// An E4M3 byte of v as two BF16 numbers, times 2^116: its bits are the number times 2^-120, subnormal ones included.
+__device__ __forceinline__ u32 scale_of(u32 v, u32 byte) {
+  return times(times(__byte_perm(v, 0, 0x4040 | byte | byte << 8) << 4, SHIFT), SHIFT);
+}
+
+// The codes at bits 4 r of both halves of a word as BF16 numbers, times 2^-126: sign, lowest exponent bits, highest
+// mantissa bit.
+template <int r> __device__ __forceinline__ u32 codes(u32 word) {
+  u32 magnitude = r == 0 ? word << 6 : r == 1 ? word << 2 : r == 2 ? word >> 2 : word >> 6;
+  u32 sign = word << (12 - 4 * r);
+  return (magnitude & 0x01C001C0u) | (sign & 0x80008000u);
+}
+
+__device__ __forceinline__ u32 pair(const unsigned short* p, bool valid) {
+  return valid ? *reinterpret_cast<const u32*>(p) : 0u;
+}
+
+struct Tile { uint4 words; uint2 scales; u32 x[2 * GROUPS]; };
+
+extern "C" __global__ void __launch_bounds__(256, 2) decode_linear(
+    const unsigned short* __restrict__ x, const uint4* __restrict__ weight, const uint2* __restrict__ scales,
+    const unsigned short* __restrict__ bias, float* __restrict__ y, const unsigned short* __restrict__ a,
+    float* __restrict__ z, int tokens, int inputs, int outputs, int shares, int columns, int z_blocks, float factor) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
+  const int blocks = outputs / 128, tiles = inputs / 16;
+
+  if (blockIdx.x >= blocks * shares) {  // A x
+    const int strips = (columns + 15) / 16, subs = strips > 4 ? 1 : strips > 2 ? 2 : strips > 1 ? 4 : 8;
+    const int per = 8 / subs, sub = warp / per, part = (blockIdx.x - blocks * shares) * subs + sub;
+    const int parts = z_blocks * subs, begin = (long long)tiles * part / parts, end = (long long)tiles * (part + 1) / parts;
+    for (int strip = warp % per; strip < strips; strip += per) {
+      float c[GROUPS][4] = {};
+      const int row = strip * 16 + g;
+      const unsigned short* low = a + (size_t)row * inputs + 2 * q;
+      const unsigned short* high = low + (size_t)8 * inputs;
+#pragma unroll 4
+      for (int t = begin; t < end; ++t) {
+        const int k = 16 * t;
+        u32 a0 = pair(low + k, row < columns), a1 = pair(high + k, row + 8 < columns);
+        u32 a2 = pair(low + k + 8, row < columns), a3 = pair(high + k + 8, row + 8 < columns);
+        for (int n = 0; n < GROUPS; ++n) {
+          const unsigned short* at = x + (size_t)(8 * n + g) * inputs + 2 * q + k;
+          const bool valid = 8 * n + g < tokens;
+          mma(c[n], a0, a1, a2, a3, pair(at, valid), pair(at + 8, valid));
+        }
+      }
+      for (int n = 0; n < GROUPS; ++n)
+        for (int i = 0; i < 4; ++i) {
+          const int token = 8 * n + 2 * q + (i & 1), column = row + 8 * (i >> 1);
+          if (token < tokens && column < columns) z[((size_t)part * tokens + token) * columns + column] = c[n][i];
+        }
+    }
+    return;
+  }
+
+  __shared__ float sums[4][TOKENS][130];
+  const int block = blockIdx.x % blocks, share = blockIdx.x / blocks;
+  const int begin = (long long)tiles * share / shares, end = (long long)tiles * (share + 1) / shares;
+  const int half = warp & 1, first = warp >> 1;
+  const uint4* words = weight + (size_t)(2 * block + half) * 32 + lane;
+  const uint2* bytes = scales + (size_t)(2 * block + half) * 8 + g;
+  float c[GROUPS][4][4] = {};
+  Tile tile[DEPTH];
+
+  auto load = [&](Tile& to, int t) {
+    const bool inside = t < end;
+    to.words = inside ? __ldcs(words + (size_t)t * (outputs / 2)) : make_uint4(0, 0, 0, 0);
+    to.scales = inside ? __ldcs(bytes + (size_t)t * (outputs / 8)) : make_uint2(0, 0);
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n) {
+      const unsigned short* at = x + (size_t)(8 * n + g) * inputs + 16 * t + 2 * q;
+      const bool valid = inside && 8 * n + g < tokens;
+      to.x[2 * n] = pair(at, valid);
+      to.x[2 * n + 1] = pair(at + 8, valid);
+    }
+  };
+
+#pragma unroll
+  for (int i = 0; i < DEPTH; ++i) load(tile[i], begin + first + 4 * i);
+  for (int t = begin + first; t < end; t += 4 * DEPTH) {
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i) {
+      const Tile& now = tile[i];
+      const u32 word[4] = {now.words.x, now.words.y, now.words.z, now.words.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const u32 byte = j < 2 ? now.scales.x : now.scales.y;
+        const u32 s0 = scale_of(byte, 2 * (j & 1)), s1 = scale_of(byte, 2 * (j & 1) + 1);
+        const u32 a0 = times(codes<0>(word[j]), s0), a2 = times(codes<1>(word[j]), s0);
+        const u32 a1 = times(codes<2>(word[j]), s1), a3 = times(codes<3>(word[j]), s1);
+#pragma unroll
+        for (int n = 0; n < GROUPS; ++n) mma(c[n][j], a0, a1, a2, a3, now.x[2 * n], now.x[2 * n + 1]);
+      }
+      load(tile[i], t + 4 * (i + DEPTH));
+    }
+  }
+
+#pragma unroll
+  for (int n = 0; n < GROUPS; ++n)
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[first][8 * n + 2 * q + (i & 1)][64 * half + 16 * j + g + 8 * (i >> 1)] = c[n][j][i];
+  __syncthreads();
+  for (int i = threadIdx.x; i < 128 * tokens; i += 256) {
+    const int token = i / 128, column = i % 128, output = 128 * block + column;
+    float sum = sums[0][token][column] + sums[1][token][column] + sums[2][token][column] + sums[3][token][column];
+    sum *= factor;
+    if (bias != nullptr && share == 0) sum += __uint_as_float((u32)bias[output] << 16);
+    y[((size_t)share * tokens + token) * outputs + output] = sum;
+  }
+}

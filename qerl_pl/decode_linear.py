@@ -1,0 +1,93 @@
+"""NVFP4 linear layers of a decoding step of few tokens: a CUDA kernel, compiled when it is first used (NVRTC).
+
+A step of few tokens waits for the weights. The kernel reads them from Humming's tensors in the order in which they lie,
+16 bytes a lane, straight into the operands of the matrix units; sums over the inputs are left in shares, which the
+kernel that adds the adapter (decoding.py) sums up. A x of the adapter is computed in the same launch.
+"""
+
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOKENS = 16  # the most
+OUTPUTS = 128  # of a block
+SLOTS = 264  # blocks that run at the same time on a card of 132 multiprocessors
+
+
+def fits(inputs: int, outputs: int) -> bool:
+    return inputs % 16 == 0 and outputs % OUTPUTS == 0
+
+
+def decode_linear(
+    x: Tensor, packed: Tensor, scales: Tensor, scale: float, bias: Tensor | None, a: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(y [shares, N, out], z [8, N, columns]) in FP32, each still to be summed over the first dimension.
+
+    y is x [N, in] times the weight, plus ``bias`` [out]: ``packed`` int32 [in / 16, 2 · out] and ``scales`` FP8
+    [in / 16, out] in Humming's layout (marlin.py), ``scale`` the reciprocal of the checkpoint's global scale. z is x aᵀ
+    for the adapter's ``a`` [columns, in]. All BF16; N at most 16.
+    """
+    (tokens, inputs), columns, outputs = x.shape, a.shape[0], scales.shape[1]
+    shares = min(8, max(1, SLOTS // (outputs // OUTPUTS)), max(1, inputs // 256))
+    y = torch.empty(shares, tokens, outputs, dtype=torch.float32, device=x.device)
+    z = torch.empty(8, tokens, columns, dtype=torch.float32, device=x.device)
+    z_blocks = z_blocks_of(columns)
+    _launch(
+        _kernel(1 if tokens <= 8 else 2, torch.cuda.get_device_capability(x.device)),
+        outputs // OUTPUTS * shares + z_blocks,
+        [x, packed, scales, bias, y, a, z],
+        [tokens, inputs, outputs, shares, columns, z_blocks],
+        scale * 2.0**10,
+    )
+    return y, z
+
+
+def z_blocks_of(columns: int) -> int:
+    """Blocks for A x: eight shares, of which one block computes several where there are few columns."""
+    strips = (columns + 15) // 16
+    return 8 if strips > 4 else 4 if strips > 2 else 2 if strips > 1 else 1
+
+
+@cache
+def _kernel(groups: int, capability: tuple[int, int]) -> Any:
+    """The kernel for 8 · ``groups`` tokens."""
+    from cuda.bindings import driver, nvrtc
+
+    source = (files("qerl_pl") / "decode_linear.cu").read_bytes()
+    program = _check(nvrtc.nvrtcCreateProgram(source, b"decode_linear.cu", 0, [], []))
+    options = [
+        f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(),
+        b"--std=c++17",
+        b"-DGROUPS=%d" % groups,
+    ]
+    [result] = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"decode_linear.cu was not compiled: {log.decode()}")
+    binary = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+    nvrtc.nvrtcGetCUBIN(program, binary)
+    module = _check(driver.cuModuleLoadData(binary))
+    return _check(driver.cuModuleGetFunction(module, b"decode_linear"))
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    status, *values = result
+    if int(status):
+        raise RuntimeError(f"CUDA: {status}")
+    return values[0] if values else None
+
+
+def _launch(kernel: Any, blocks: int, tensors: list[Tensor | None], sizes: list[int], factor: float) -> None:
+    import ctypes
+
+    from cuda.bindings import driver
+
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    types = [ctypes.c_void_p] * len(pointers) + [ctypes.c_int] * len(sizes) + [ctypes.c_float]
+    stream = torch.cuda.current_stream().cuda_stream
+    arguments = ((*pointers, *sizes, factor), tuple(types))
+    _check(driver.cuLaunchKernel(kernel, blocks, 1, 1, 256, 1, 1, 0, stream, arguments, 0))
