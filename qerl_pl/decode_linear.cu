@@ -3,10 +3,13 @@
 // A block of 8 warps computes 128 outputs over one share of the inputs: two warps side by side, four interleaved along
 // the inputs. A warp reads a tile of 16 inputs x 64 outputs with one 16-byte load a lane; the layout (marlin.py) gives
 // each lane what it holds in mma.m16n8k16 with the weight as the left operand: outputs x inputs times inputs x tokens.
-// The last blocks multiply by A [columns, inputs] in the same way.
+// The first blocks multiply by A [columns, inputs] in the same way.
 
 typedef unsigned int u32;
+#ifndef DEPTH
 #define DEPTH 4                  // tiles in flight a warp
+#define RESIDENT 2               // blocks on a multiprocessor
+#endif
 #define TOKENS (8 * GROUPS)      // GROUPS is defined when this is compiled
 #define SHIFT 0x7A807A80u        // 2^118, twice: BF16
 
@@ -43,23 +46,23 @@ __device__ __forceinline__ u32 pair(const unsigned short* p, bool valid) {
 
 struct Tile { uint4 words; uint2 scales; u32 x[2 * GROUPS]; };
 
-extern "C" __global__ void __launch_bounds__(256, 2) decode_linear(
+extern "C" __global__ void __launch_bounds__(256, RESIDENT) decode_linear(
     const unsigned short* __restrict__ x, const uint4* __restrict__ weight, const uint2* __restrict__ scales,
     const unsigned short* __restrict__ bias, float* __restrict__ y, const unsigned short* __restrict__ a,
     float* __restrict__ z, int tokens, int inputs, int outputs, int shares, int columns, int z_blocks, float factor) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
   const int blocks = outputs / 128, tiles = inputs / 16;
 
-  if (blockIdx.x >= blocks * shares) {  // A x
+  if (blockIdx.x < z_blocks) {  // A x
     const int strips = (columns + 15) / 16, subs = strips > 4 ? 1 : strips > 2 ? 2 : strips > 1 ? 4 : 8;
-    const int per = 8 / subs, sub = warp / per, part = (blockIdx.x - blocks * shares) * subs + sub;
-    const int parts = z_blocks * subs, begin = (long long)tiles * part / parts, end = (long long)tiles * (part + 1) / parts;
+    const int per = 8 / subs, part = blockIdx.x * subs + warp / per, parts = z_blocks * subs;
+    const int begin = (long long)tiles * part / parts, end = (long long)tiles * (part + 1) / parts;
     for (int strip = warp % per; strip < strips; strip += per) {
       float c[GROUPS][4] = {};
       const int row = strip * 16 + g;
       const unsigned short* low = a + (size_t)row * inputs + 2 * q;
       const unsigned short* high = low + (size_t)8 * inputs;
-#pragma unroll 4
+#pragma unroll 8
       for (int t = begin; t < end; ++t) {
         const int k = 16 * t;
         u32 a0 = pair(low + k, row < columns), a1 = pair(high + k, row + 8 < columns);
@@ -80,29 +83,34 @@ extern "C" __global__ void __launch_bounds__(256, 2) decode_linear(
   }
 
   __shared__ float sums[4][TOKENS][130];
-  const int block = blockIdx.x % blocks, share = blockIdx.x / blocks;
+  const int block = (blockIdx.x - z_blocks) % blocks, share = (blockIdx.x - z_blocks) / blocks;
   const int begin = (long long)tiles * share / shares, end = (long long)tiles * (share + 1) / shares;
   const int half = warp & 1, first = warp >> 1;
-  const uint4* words = weight + (size_t)(2 * block + half) * 32 + lane;
-  const uint2* bytes = scales + (size_t)(2 * block + half) * 8 + g;
+  int left = end - begin - first;  // tiles from the next one to be loaded on, the others' among them
+  const uint4* words = weight + (size_t)(begin + first) * (outputs / 2) + (2 * block + half) * 32 + lane;
+  const uint2* bytes = scales + (size_t)(begin + first) * (outputs / 8) + (2 * block + half) * 8 + g;
+  const unsigned short* at[GROUPS];  // rows beyond the tokens are those of token 0, and are not stored
+  for (int n = 0; n < GROUPS; ++n) at[n] = x + (size_t)(8 * n + g < tokens ? 8 * n + g : 0) * inputs + 16 * (begin + first) + 2 * q;
   float c[GROUPS][4][4] = {};
   Tile tile[DEPTH];
 
-  auto load = [&](Tile& to, int t) {
-    const bool inside = t < end;
-    to.words = inside ? __ldcs(words + (size_t)t * (outputs / 2)) : make_uint4(0, 0, 0, 0);
-    to.scales = inside ? __ldcs(bytes + (size_t)t * (outputs / 8)) : make_uint2(0, 0);
+  auto load = [&](Tile& to) {
+    const bool inside = left > 0;
+    to.words = inside ? __ldcs(words) : make_uint4(0, 0, 0, 0);
+    to.scales = inside ? __ldcs(bytes) : make_uint2(0, 0);
 #pragma unroll
     for (int n = 0; n < GROUPS; ++n) {
-      const unsigned short* at = x + (size_t)(8 * n + g) * inputs + 16 * t + 2 * q;
-      const bool valid = inside && 8 * n + g < tokens;
-      to.x[2 * n] = pair(at, valid);
-      to.x[2 * n + 1] = pair(at + 8, valid);
+      to.x[2 * n] = pair(at[n], inside);
+      to.x[2 * n + 1] = pair(at[n] + 8, inside);
+      at[n] += 64;
     }
+    words += 2 * outputs;
+    bytes += outputs / 2;
+    left -= 4;
   };
 
 #pragma unroll
-  for (int i = 0; i < DEPTH; ++i) load(tile[i], begin + first + 4 * i);
+  for (int i = 0; i < DEPTH; ++i) load(tile[i]);
   for (int t = begin + first; t < end; t += 4 * DEPTH) {
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) {
@@ -117,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) decode_linear(
 #pragma unroll
         for (int n = 0; n < GROUPS; ++n) mma(c[n][j], a0, a1, a2, a3, now.x[2 * n], now.x[2 * n + 1]);
       }
-      load(tile[i], t + 4 * (i + DEPTH));
+      load(tile[i]);
     }
   }
 

@@ -4,6 +4,7 @@ vLLM itself takes Marlin on GPUs without FP4 units, which needs up to twice the 
 128 tokens on. Humming (a dependency of vLLM's) stores weights alike.
 """
 
+import json
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -17,6 +18,8 @@ from registry.quantization import QuantFormat
 
 DENSE_ROWS = 1024
 """From more tokens than these a weight is made dense first: one pass over it that many products pay for."""
+BUCKETS = (32, 64, 128, 256, 512)
+"""Numbers of tokens up to which one compiled kernel serves."""
 _SCHEMA = {
     "quant_method": "compressed-tensors",
     "format": "nvfp4-pack-quantized",
@@ -77,7 +80,7 @@ class HummingKernel:
         scale = float(humming.weight_scale_2)
         layer.humming, layer.humming_scale = humming, MarlinWeight.global_scale(scale, "humming")
         _check(layer, quantization, stored)
-        self._compile(humming)
+        layer.humming_tuning = self._compile(humming)
 
         def few_tokens(x: Tensor, bias: Tensor | None, a: Tensor) -> tuple[Tensor, Tensor] | None:
             """x [N, in] times the weight, and x aᵀ, in shares (decode_linear.py); None for more tokens."""
@@ -89,13 +92,23 @@ class HummingKernel:
         if decode_linear.fits(columns, rows):
             layer.few_tokens = few_tokens
 
-    def _compile(self, humming: Any) -> None:
-        """Have the kernels for this shape of a layer compiled, all shapes side by side; once on a machine."""
-        from humming.kernel.humming import HummingKernel as Compiled
+    def _compile(self, humming: Any) -> str:
+        """Have the kernels for this shape of a layer compiled beside what else is loaded; a machine keeps them.
 
-        config = humming.humming_config.to_str()
-        if config not in self._compiling:
-            self._compiling[config] = self._pool.submit(Compiled.prepare_kernels, config, device=humming.weight.device)
+        Of the dozens that Humming would choose from by the number of tokens, those of a few numbers serve all below.
+        """
+        from humming.kernel.humming import HummingKernel as Compiled
+        from humming.tune import get_heuristics_config
+
+        config, device = humming.humming_config, humming.weight.device
+        tuning = [
+            [low, high, get_heuristics_config(config, shape_m=shape, device=device)]
+            for low, high, shape in zip((0, *BUCKETS), (*BUCKETS, 1 << 30), (*BUCKETS, DENSE_ROWS), strict=True)
+        ]
+        choice, layer = json.dumps(tuning), config.to_str()
+        if layer not in self._compiling:
+            self._compiling[layer] = self._pool.submit(Compiled.prepare_kernels, layer, None, choice, device)
+        return choice
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in] -> [..., out]; ``bias`` is the layer's own, which Humming holds too."""
@@ -112,7 +125,7 @@ class HummingKernel:
         else:
             for compilation in self._compiling.values():
                 compilation.result()
-            y = layer.humming(rows)
+            y = layer.humming(rows, tuning_config=layer.humming_tuning)
         return y.view(*x.shape[:-1], -1)
 
 
