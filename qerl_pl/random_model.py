@@ -128,7 +128,7 @@ class RandomTensors:
         elif key == "bias":
             target.zero_()
         elif module.endswith("_proj"):
-            self.quantization.fill_random(key, target, STD, generator)
+            self.quantization.fill_random(key, target, self._shapes[module], STD, generator)
         else:
             target.normal_(0, STD, generator=generator)
 
