@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qerl_pl.fused import swiglu, swiglu_backward
 from registry.quantization import QuantFormat
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Weight(Protocol):
@@ -155,11 +155,11 @@ class PackedLinear(FrozenLinear):
         self._dtypes: dict[str, torch.dtype] = {}
         for name, tensor in stored.items():
             self._dtypes[name] = tensor.dtype
-            self.register_buffer(f"bits_{name}", tensor.contiguous().view(_BITS[tensor.itemsize]), persistent=False)
+            self.register_buffer(_buffer(name), tensor.contiguous().view(_BITS[tensor.itemsize]), persistent=False)
 
     def stored(self) -> dict[str, Tensor]:
         """The stored tensors, as in the checkpoint."""
-        return {name: getattr(self, f"bits_{name}").view(dtype) for name, dtype in self._dtypes.items()}
+        return {name: getattr(self, _buffer(name)).view(dtype) for name, dtype in self._dtypes.items()}
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         return self.quantization.dequantize(self.stored(), dtype)
@@ -168,6 +168,10 @@ class PackedLinear(FrozenLinear):
         return (
             f"{self.in_features}, {self.out_features}, {type(self.quantization).__name__}, bias={self.bias is not None}"
         )
+
+
+def _buffer(name: str) -> str:
+    return "bits_" + name.replace(".", "_")
 
 
 class SharedLinear(FrozenLinear):

@@ -50,7 +50,7 @@ def test_a_changed_model_is_quantized_again(tmp_path):
 
 def test_the_format_must_be_that_of_the_checkpoint(tmp_path):
     write_checkpoint(tmp_path / "model", qwen2(), NVFP4())
-    with pytest.raises(ValueError, match=r"is stored as 'nvfp4-pack-quantized', which is not quantization: bf16"):
+    with pytest.raises(ValueError, match=r"is stored as 'nvfp4-pack-quantized, 4-bit float groups of 16', .*: bf16"):
         prepare(str(tmp_path / "model"), BF16())
 
 

@@ -106,11 +106,10 @@ def test_rounding_is_that_of_llm_compressor(format_: QuantFormat) -> None:
     module.quantization_scheme = scheme(format_)
     observer = Observer.load_from_registry("minmax", base_name="weight", args=args, module=module)
     observer(dense)
-    scale, zero = (observer.get_qparams()[name] for name in ("scale", "zero_point"))
+    found = observer.get_qparams()
+    state = {"weight": dense, "weight_scale": found["scale"], "weight_zero_point": found["zero_point"]}
     compressor = BaseCompressor.load_from_registry(format_.config["format"])  # type: ignore[index]
-    theirs = compressor.compress(
-        {"weight": dense, "weight_scale": scale.view(len(dense), -1), "weight_zero_point": zero}, scheme(format_)
-    )
+    theirs = compressor.compress(state, scheme(format_))
     (ours,) = format_.quantize([dense])
     same = (ours["weight_scale"].float() / theirs["weight_scale"].float() - 1).abs()
     assert same.max() <= 2**-7  # one step of BF16

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qerl_pl.checkpoint import stored_as
 from qerl_pl.engine import vllm_compat, vllm_shared
 from qerl_pl.engine.base import ENGINES, CannotShareError, Engine, EngineSpec, Progress
-from qerl_pl.engine.vllm_random import load_format, random_weights
+from qerl_pl.engine.vllm_formats import load_settings
 from qerl_pl.types import Completion, Sampling
+from registry.quantization import BF16, NVFP4, QuantFormat
 
 GIB = 2**30
 PROGRESS_SECONDS = 0.5
@@ -35,6 +37,8 @@ class VLLMEngine(Engine):
         enforce_eager: No CUDA graphs. By default on the CPU only.
         cudagraph_sizes: Batch sizes to capture; others are padded up to the next. By default about a dozen up to
             ``max_num_seqs``.
+        dense: Sample from dense weights in the numbers of the format, as the CPU build always does, instead of through
+            vLLM's kernels: for formats that vLLM does not know. Takes the memory of BF16.
     """
 
     plannable = True
@@ -48,6 +52,7 @@ class VLLMEngine(Engine):
         release_kv_cache: bool = True,
         enforce_eager: bool | None = None,
         cudagraph_sizes: list[int] | None = None,
+        dense: bool = False,
     ) -> None:
         for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
             if value < 1:
@@ -59,6 +64,7 @@ class VLLMEngine(Engine):
         self.release_kv_cache = release_kv_cache
         self.enforce_eager = enforce_eager
         self.cudagraph_sizes = cudagraph_sizes
+        self.dense = dense
         self._llm: Any = None
         self._released = False
 
@@ -69,16 +75,15 @@ class VLLMEngine(Engine):
         self._spec = spec
         self._cuda = torch.device(spec.device).type == "cuda"
         vllm_compat.prepare(self._cuda)
-        dtype = getattr(torch, spec.dtype)
+        settings = self._settings(spec) | load_settings(spec, dense=self.dense or not self._cuda)
         with (
             torch.inference_mode(False),  # weights made within it could not be written outside
             vllm_compat.unchanged_process(self._cuda),
             vllm_compat.uncompiled(self._cuda),
         ):
             releasable = vllm_shared.releasable_cache() if self._cuda and self.release_kv_cache else nullcontext()
-            patched = vllm_compat.patched_layers(spec.quantization, dtype, self._cuda)
-            with releasable, patched, random_weights(spec.folder):
-                llm = vllm_compat.build(self._settings(spec) | load_format(spec.folder))
+            with releasable, vllm_compat.patched_layers():
+                llm = vllm_compat.build(settings)
             try:
                 self._norms = vllm_compat.norm_weights(llm)
                 self._slots = vllm_compat.register_adapter(llm, spec.targets, spec.rank, spec.alpha)
@@ -247,12 +252,19 @@ class VLLMEngine(Engine):
         self._clean = self._versions()
 
     def shared_weights(self) -> Mapping[str, Any]:
-        """See the interface. On CUDA: Marlin's NVFP4 tensors or the BF16 weights, and embeddings and head."""
+        """See the interface. On CUDA: Marlin's NVFP4 tensors or dense weights, and embeddings and head."""
         llm = self._running()
         if not self._cuda:
             raise CannotShareError("vLLM's CPU build repacks its weights")
         linear: dict[str, Any] = dict(vllm_shared.linear_weights(llm))
         return linear | vllm_shared.embedding_weights(llm)
+
+    def base_in_memory(self, quantization: QuantFormat, shared: bool) -> tuple[int, float]:
+        """See the interface."""
+        bits = BF16.bits_per_weight if self.dense else quantization.bits_per_weight
+        if shared and (self.dense or isinstance(quantization, (BF16, NVFP4))):
+            return 1, bits
+        return 2, (bits + quantization.bits_per_weight) / 2
 
     def release_cache(self) -> int:
         """See the interface. Cached prefixes are lost."""
@@ -306,12 +318,10 @@ def _check(spec: EngineSpec) -> None:
         raise ValueError(f"device {spec.device}: vLLM takes the first visible GPU; set CUDA_VISIBLE_DEVICES={index}")
     if torch.distributed.is_initialized() and (world := torch.distributed.get_world_size()) > 1:
         raise ValueError(f"engine: vllm runs in one process, but torch.distributed has {world}; use devices: 1")
-    stored = spec.config.get("quantization_config") or {}
-    wanted = spec.quantization.config or {}
-    if stored.get("format") != wanted.get("format"):
+    stored, wanted = stored_as(spec.config.get("quantization_config")), stored_as(spec.quantization.config)
+    if stored != wanted:
         raise ValueError(
-            f"{spec.folder} holds {stored.get('format') or 'unquantized weights'}, but quantization is "
-            f"{type(spec.quantization).__name__} ({wanted.get('format') or 'unquantized weights'})"
+            f"{spec.folder} holds {stored}, but quantization is {type(spec.quantization).__name__} ({wanted})"
         )
 
 

@@ -8,7 +8,7 @@ import gc
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from qerl_pl.types import Sampling
-from registry.quantization import QuantFormat
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What ``max_lora_rank`` may be."""
@@ -87,59 +86,24 @@ def uncompiled(cuda: bool) -> Iterator[None]:
 
 
 @contextmanager
-def patched_layers(quantization: QuantFormat, dtype: torch.dtype, cuda: bool) -> Iterator[None]:
-    """While the model is built: RMSNorm weights in FP32, as small noise vanishes in BF16; NVFP4 as in the trainer."""
+def patched_layers() -> Iterator[None]:
+    """While the model is built: RMSNorm weights in FP32, as small noise vanishes in BF16; NVFP4's scales checked."""
     from vllm.model_executor.layers.layernorm import RMSNorm
-    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
-        compressed_tensors_w4a4_nvfp4 as nvfp4,
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4 import (
+        CompressedTensorsW4A4Fp4 as NVFP4Scheme,
     )
 
-    init, scheme = RMSNorm.__init__, nvfp4.CompressedTensorsW4A4Fp4
+    init = RMSNorm.__init__
+    checked = _checked(NVFP4Scheme.process_weights_after_loading)
 
     def init_float32(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **{**kwargs, "dtype": torch.float32})
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(RMSNorm, "__init__", init_float32))
-        if cuda:
-            process = _checked(scheme.process_weights_after_loading)
-        else:  # there is no CPU kernel for NVFP4
-            stack.enter_context(patch.object(nvfp4, "init_nvfp4_linear_kernel", lambda use_a16=False: _Dense()))
-            process = _dequantizing(quantization, dtype)
-        stack.enter_context(patch.object(scheme, "process_weights_after_loading", process))
+    with (
+        patch.object(RMSNorm, "__init__", init_float32),
+        patch.object(NVFP4Scheme, "process_weights_after_loading", checked),
+    ):
         yield
-
-
-class _Dense:
-    """A linear kernel for weights that are dense already."""
-
-    def input_quant_key(self) -> None:
-        return None
-
-    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return nn.functional.linear(x, layer.weight, bias)
-
-
-def _dequantizing(quantization: QuantFormat, dtype: torch.dtype) -> Callable[[Any, Any], None]:
-    """Make the layer's weight dense by the trainer's own arithmetic, so that both compute with the same numbers.
-
-    vLLM's own path inverts the global scale and multiplies by it, which can differ in the last bit.
-    """
-
-    def process(scheme: Any, layer: Any) -> None:
-        widths = list(layer.logical_widths)  # rows of q, k and v in a fused layer
-        stored = {
-            "weight_packed": layer.weight_packed.data.split(widths),
-            "weight_scale": layer.weight_scale.data.split(widths),
-            "weight_global_scale": layer.weight_global_scale.data.split(1),
-        }
-        parts = [dict(zip(stored, tensors, strict=True)) for tensors in zip(*stored.values(), strict=True)]
-        weight = torch.cat([quantization.dequantize(part, dtype) for part in parts])
-        for name in stored:
-            delattr(layer, name)
-        layer.weight = nn.Parameter(weight, requires_grad=False)
-
-    return process
 
 
 def _checked(process: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
@@ -159,14 +123,15 @@ def build(settings: dict[str, Any]) -> Any:
     """``vllm.LLM`` with ``settings`` and what they all have in common; every name exists from 0.26 to 0.32."""
     from vllm import LLM
 
+    # BF16 logits between 8 and 16 would come in steps of 0.06
+    overrides = {"head_dtype": "float32"} | settings.get("hf_overrides", {})
     return LLM(
-        **settings,
+        **(settings | {"hf_overrides": overrides}),
         enable_lora=True,
         max_loras=1,
         enable_prefix_caching=True,
         # Of the distribution that a token is drawn from: after temperature and top-p.
         logprobs_mode="processed_logprobs",
-        hf_overrides={"head_dtype": "float32"},  # BF16 logits between 8 and 16 would come in steps of 0.06
         # vLLM finds compiled models in its cache by a hash of the settings; only this one tells of the patched norms.
         additional_config={"norm_weights": "float32"},
         disable_log_stats=True,
