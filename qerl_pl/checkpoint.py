@@ -91,12 +91,10 @@ def is_projection(module: str) -> bool:
     return projection(module) == (module, "")
 
 
-def projection(tensor: str) -> tuple[str, str]:
-    """The projection that a tensor of a checkpoint belongs to, and what it is there (its name may have dots); "" if to
-    none.
-    """
+def projection(tensor: str) -> tuple[str, str] | None:
+    """The projection that a tensor of a checkpoint belongs to, and its name there, which may have dots."""
     found = _PROJECTION.fullmatch(tensor)
-    return ("", "") if found is None else (found[1], found[2] or "")
+    return None if found is None else (found[1], found[2] or "")
 
 
 def prepare(model: str, quantization: QuantFormat, cache: Path | None = None) -> Path:
@@ -140,14 +138,16 @@ def prepare(model: str, quantization: QuantFormat, cache: Path | None = None) ->
 
 
 def stored_as(config: Mapping[str, Any] | None) -> str:
-    """What of a ``quantization_config`` decides how stored tensors are read, in words: two of the same are compatible."""
+    """What of a ``quantization_config`` decides how stored tensors are read, in words; the same words, the same reading."""
     if config is None:
         return "unquantized weights"
     if config.get("quant_method") == "bitsandbytes":
         kind = config.get("bnb_4bit_quant_type", "fp4") if config.get("load_in_4bit") else "int8"
         return f"bitsandbytes {kind}" + (", scales quantized too" if config.get("bnb_4bit_use_double_quant") else "")
     weights = [group.get("weights") or {} for group in config.get("config_groups", {}).values()]
-    return ", ".join([config.get("format") or config.get("quant_method") or "?", *sorted({_numbers(w) for w in weights})])
+    return ", ".join(
+        [config.get("format") or config.get("quant_method") or "?", *sorted({_numbers(w) for w in weights})]
+    )
 
 
 def _numbers(weights: Mapping[str, Any]) -> str:

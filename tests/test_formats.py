@@ -83,7 +83,9 @@ def test_dense_weights_are_those_of_compressed_tensors(format_: QuantFormat) -> 
 
 
 @pytest.mark.parametrize(
-    ("format_", "preset"), [(MXFP4(), "MXFP4A16"), (Int4(), "W4A16"), (Int8(128), "W8A16")], ids=["mxfp4", "int4", "int8"]
+    ("format_", "preset"),
+    [(MXFP4(), "MXFP4A16"), (Int4(), "W4A16"), (Int8(128), "W8A16")],
+    ids=["mxfp4", "int4", "int8"],
 )
 def test_config_is_that_of_the_preset(format_: QuantFormat, preset: str) -> None:
     ours = scheme(format_).weights

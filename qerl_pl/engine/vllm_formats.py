@@ -1,4 +1,4 @@
-"""How the base reaches vLLM: packed, for kernels of its own, or dense, in the numbers that the trainer computes with."""
+"""How the base reaches vLLM: packed, for its own kernels, or dense, in the numbers that the trainer computes with."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -52,8 +52,8 @@ def tensors(spec: EngineSpec, dense: bool) -> Iterator[tuple[str, Tensor]]:
     """The checkpoint by name; with ``dense`` each projection as one weight in the dtype of the arithmetic."""
     weights, seen = Weights(spec.folder), set()
     for name in weights:
-        module, key = projection(name)
-        if not dense or not module or key == "bias":
+        module, key = projection(name) or ("", "bias")
+        if not dense or key == "bias":
             yield name, weights[name]
         elif module not in seen:
             seen.add(module)
