@@ -138,7 +138,7 @@ def prepare(model: str, quantization: QuantFormat, cache: Path | None = None) ->
 
 
 def stored_as(config: Mapping[str, Any] | None) -> str:
-    """What of a ``quantization_config`` decides how stored tensors are read, in words; the same words, the same reading."""
+    """What of a ``quantization_config`` decides how tensors are read, in words; compared, and shown in errors."""
     if config is None:
         return "unquantized weights"
     if config.get("quant_method") == "bitsandbytes":
