@@ -79,11 +79,12 @@ def _plan(
     if memory_gb is not None:
         free = min(free, int(memory_gb * GB))
         limit_memory(free)
+    copies, bits = data.engine.base_in_memory(quantization, shared_base)
     return plan_memory(
         json.loads((folder / "config.json").read_text()),
         device_bytes=free,
-        bits_per_weight=quantization.bits_per_weight,
-        base_copies=1 if shared_base else 2,
+        bits_per_weight=bits,
+        base_copies=copies,
         rank=lora.rank,
         targets=lora.targets,
         optimizer_bytes=optimizer_bytes,

@@ -21,8 +21,9 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """Linear layers that engines compute as one, and that therefore share a global scale."""
 
-_PROJECTION = re.compile(rf"\.layers\.\d+\..*\b({'|'.join(PROJECTIONS)})$")
+_PROJECTION = re.compile(rf"(.*\.layers\.\d+\..*\b(?:{'|'.join(PROJECTIONS)}))(?:\.(.+))?")
 _SHARD_BYTES = 4 << 30
+_UNQUANTIZED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def resolve(model: str) -> Path:
@@ -87,7 +88,13 @@ class Weights(Mapping[str, Tensor]):
 
 def is_projection(module: str) -> bool:
     """Whether a module of this name carries the packed weights and the adapter."""
-    return _PROJECTION.search(module) is not None
+    return projection(module) == (module, "")
+
+
+def projection(tensor: str) -> tuple[str, str] | None:
+    """The projection that a tensor of a checkpoint belongs to, and its name there, which may have dots."""
+    found = _PROJECTION.fullmatch(tensor)
+    return None if found is None else (found[1], found[2] or "")
 
 
 def prepare(model: str, quantization: QuantFormat, cache: Path | None = None) -> Path:
@@ -107,15 +114,16 @@ def prepare(model: str, quantization: QuantFormat, cache: Path | None = None) ->
     found, wanted = config.get("quantization_config"), quantization.config
     name = type(quantization).__name__.lower()
     if found is not None:
-        if wanted is None or found.get("format") != wanted["format"]:
-            kind = found.get("format") or found.get("quant_method")
+        if stored_as(found) != stored_as(wanted):
             raise ValueError(
-                f"model: {model!r} is stored as {kind!r}, which is not quantization: {name}; set the format it has"
+                f"model: {model!r} is stored as {stored_as(found)!r}, which is not quantization: {name} "
+                f"({stored_as(wanted)!r}); set the format (and its settings) that it has"
             )
         activations = [g for g in found.get("config_groups", {}).values() if g.get("input_activations")]
         if activations:
             raise ValueError(
-                f"model: {model!r} also quantizes activations; use a weight-only checkpoint (llm-compressor: NVFP4A16)"
+                f"model: {model!r} also quantizes activations; use a weight-only checkpoint (llm-compressor: a scheme "
+                "that ends in A16)"
             )
         return folder
     if wanted is None:
@@ -127,6 +135,29 @@ def prepare(model: str, quantization: QuantFormat, cache: Path | None = None) ->
     )
     target = cache / f"{folder.resolve().name}-{name}-{_key([str(folder.resolve()), source, wanted])}"
     return _make_once(target, lambda unfinished: write(folder, config, quantization, unfinished))
+
+
+def stored_as(config: Mapping[str, Any] | None) -> str:
+    """What of a ``quantization_config`` decides how tensors are read, in words; compared, and shown in errors."""
+    if config is None:
+        return "unquantized weights"
+    if config.get("quant_method") == "bitsandbytes":
+        kind = config.get("bnb_4bit_quant_type", "fp4") if config.get("load_in_4bit") else "int8"
+        return f"bitsandbytes {kind}" + (", scales quantized too" if config.get("bnb_4bit_use_double_quant") else "")
+    weights = [group.get("weights") or {} for group in config.get("config_groups", {}).values()]
+    return ", ".join(
+        [config.get("format") or config.get("quant_method") or "?", *sorted({_numbers(w) for w in weights})]
+    )
+
+
+def _numbers(weights: Mapping[str, Any]) -> str:
+    said = [f"{weights.get('num_bits')}-bit {weights.get('type')}"]
+    said.append(f"groups of {weights['group_size']}" if weights.get("group_size") else f"by {weights.get('strategy')}")
+    if not weights.get("symmetric", True):
+        said.append("with zero points")
+    if weights.get("actorder") == "group":
+        said.append("reordered")
+    return " ".join(said)
 
 
 def _key(value: Any) -> str:
@@ -216,10 +247,10 @@ def stored_projection(
     weights: Weights, module: str, quantization: QuantFormat
 ) -> tuple[QuantFormat, dict[str, Tensor]]:
     """Format and stored tensors of one projection. A layer that the quantizer was told to ignore is found as BF16."""
-    if not isinstance(quantization, BF16) and f"{module}.weight" in weights:
-        return BF16(), {"weight": weights[f"{module}.weight"].to(torch.bfloat16)}
     names = quantization.layout(1, quantization.group_size)
     missing = [n for n in names if f"{module}.{n}" not in weights]
+    if missing and f"{module}.weight" in weights and (plain := weights[f"{module}.weight"]).dtype in _UNQUANTIZED:
+        return BF16(), {"weight": plain.to(torch.bfloat16)}
     if missing:
         raise ValueError(f"the checkpoint lacks {', '.join(f'{module}.{n}' for n in missing)}")
     stored = {n: weights[f"{module}.{n}"] for n in names}

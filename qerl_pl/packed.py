@@ -153,13 +153,17 @@ class PackedLinear(FrozenLinear):
         super().__init__((int(rows), int(columns)), bias)
         self.quantization = quantization
         self._dtypes: dict[str, torch.dtype] = {}
+        self._described_by = {name: stored[name].cpu() for name in quantization.described_by}
         for name, tensor in stored.items():
+            if name in self._described_by:
+                continue
             self._dtypes[name] = tensor.dtype
-            self.register_buffer(f"bits_{name}", tensor.contiguous().view(_BITS[tensor.itemsize]), persistent=False)
+            self.register_buffer(_buffer(name), tensor.contiguous().view(_BITS[tensor.itemsize]), persistent=False)
 
     def stored(self) -> dict[str, Tensor]:
         """The stored tensors, as in the checkpoint."""
-        return {name: getattr(self, f"bits_{name}").view(dtype) for name, dtype in self._dtypes.items()}
+        packed = {name: getattr(self, _buffer(name)).view(dtype) for name, dtype in self._dtypes.items()}
+        return packed | self._described_by
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         return self.quantization.dequantize(self.stored(), dtype)
@@ -168,6 +172,10 @@ class PackedLinear(FrozenLinear):
         return (
             f"{self.in_features}, {self.out_features}, {type(self.quantization).__name__}, bias={self.bias is not None}"
         )
+
+
+def _buffer(name: str) -> str:
+    return "bits_" + name.replace(".", "_")
 
 
 class SharedLinear(FrozenLinear):

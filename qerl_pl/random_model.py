@@ -6,6 +6,7 @@ engine have the same numbers if they make them on the same kind of device.
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
@@ -19,6 +20,7 @@ from qerl_pl.seeds import derive_seed
 from registry.quantization import FORMATS, QuantFormat
 
 PREFIX, MARK = "random:", "random_weights"
+_PROJECTION = re.compile(r"model\.layers\.\d+\.(\w+\.\w+_proj)\.(.+)")  # a stored tensor's name may have dots
 STD = 0.02
 """Of embeddings, head and dequantized projections; Qwen2.5's initializer has the same."""
 
@@ -38,7 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         ("7B", 3584, 18944, 28, 28, 4, False, 152064),
         ("14B", 5120, 13824, 48, 40, 8, False, 152064),
         ("32B", 5120, 27648, 64, 40, 8, False, 152064),
-        ("tiny-test", 128, 192, 2, 4, 2, False, 400),
+        ("tiny-test", 128, 256, 2, 4, 2, False, 400),
     )
 }
 """Qwen2.5's, and one for tests; 400 tokens hold those of the embedded tokenizer."""
@@ -48,8 +50,13 @@ def config(size: str, quantization: QuantFormat) -> dict[str, Any]:
     """``config.json`` of a model with this shape in this format."""
     if size not in SHAPES:
         raise ValueError(f"model: {PREFIX}{size} has no shape; choose {PREFIX} and one of {', '.join(SHAPES)}")
-    if FORMATS.name_of(type(quantization)) is None:
+    name = FORMATS.name_of(type(quantization))
+    if name is None:
         raise ValueError(f"model: {PREFIX}{size} needs a registered format, not {type(quantization).__name__}")
+    if FORMATS[name]().config != quantization.config:
+        raise ValueError(f"model: {PREFIX}{size} needs {name} as it is by default; leave its settings out")
+    for module, (_, columns) in projections(SHAPES[size]).items():
+        quantization.check(f"{PREFIX}{size}: {module}", columns)
     settings = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -65,7 +72,7 @@ def config(size: str, quantization: QuantFormat) -> dict[str, Any]:
         "eos_token_id": 0,  # the embedded tokenizer's
         "pad_token_id": 1,
         **SHAPES[size],
-        MARK: FORMATS.name_of(type(quantization)),
+        MARK: name,
     }
     return settings if quantization.config is None else settings | {"quantization_config": quantization.config}
 
@@ -93,12 +100,16 @@ class RandomTensors:
             raise ValueError(f"{folder}: written by another version of {settings[MARK]}; delete it")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self._layout = dict(_layout(settings, self.quantization))
+        self._projections = projections(settings)
 
     def keys(self) -> Iterator[str]:
         return iter(self._layout)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._layout[name][0]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._layout[name][1]
 
     def get_tensor(self, name: str) -> Tensor:
         """The tensor in its stored dtype, on the GPU if there is one."""
@@ -107,28 +118,16 @@ class RandomTensors:
         self._draw(name, tensor)
         return tensor
 
-    @torch.no_grad()
-    def fill(self, name: str, target: Tensor) -> None:
-        """Write the tensor into ``target`` of the same shape; without another copy if the dtype is the stored one."""
-        shape, dtype = self._layout[name]
-        if tuple(target.shape) != shape:
-            raise ValueError(f"{name}: shape {tuple(target.shape)}, expected {shape}")
-        if target.dtype == dtype and target.is_contiguous():
-            self._draw(name, target)
-        else:
-            stored = torch.empty(shape, dtype=dtype, device=target.device)
-            self._draw(name, stored)
-            target.copy_(stored)
-
     def _draw(self, name: str, target: Tensor) -> None:
         generator = torch.Generator(target.device).manual_seed(derive_seed("random model", name))
-        module, _, key = name.rpartition(".")
-        if module.endswith("norm"):
+        projection = _PROJECTION.match(name)
+        if name.endswith("norm.weight"):
             target.fill_(1)
-        elif key == "bias":
+        elif name.endswith(".bias"):
             target.zero_()
-        elif module.endswith("_proj"):
-            self.quantization.fill_random(key, target, STD, generator)
+        elif projection is not None:
+            module, key = projection.groups()
+            self.quantization.fill_random(key, target, self._projections[module], STD, generator)
         else:
             target.normal_(0, STD, generator=generator)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from qerl_pl.types import Completion
-from registry.quantization import QuantFormat
+from registry.quantization import NF4, NVFP4, QuantFormat
 
 RANK, ALPHA = 8, 16.0
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -46,7 +46,7 @@ def write_checkpoint(
                 parts = quantization.quantize([stored.pop(f"{name}.weight") for name in names])
                 for name, part in zip(names, parts, strict=True):
                     stored |= {f"{name}.{key}": value.contiguous() for key, value in part.items()}
-                    dense[f"{name}.weight"] = dequantize_nvfp4(part)
+                    dense[f"{name}.weight"] = dequantize(quantization, part)
     folder.mkdir()
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     written = json.loads(config.to_json_string(use_diff=False)) | {"dtype": "bfloat16"}
@@ -61,6 +61,26 @@ def write_checkpoint(
         generation = {"eos_token_id": [EOS, second_eos]}
         (folder / "generation_config.json").write_text(json.dumps(generation))
     return dense
+
+
+def dequantize(quantization: QuantFormat, part: dict[str, Tensor]) -> Tensor:
+    """The FP32 weight by the library that defines the format; NVFP4's here, so that most tests need no library."""
+    if isinstance(quantization, NVFP4):
+        return dequantize_nvfp4(part)
+    if isinstance(quantization, NF4):
+        from bitsandbytes.functional import QuantState, dequantize_4bit
+
+        state = QuantState.from_dict({k: v for k, v in part.items() if k != "weight"}, torch.device("cpu"))
+        state.dtype = torch.float32
+        return dequantize_4bit(part["weight"], state)
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    assert quantization.config is not None
+    scheme = QuantizationConfig.model_validate(quantization.config).config_groups["group_0"]
+    wide = {k: t.float() if k == "weight_scale" and t.is_floating_point() else t for k, t in part.items()}
+    compressor: Any = BaseCompressor.load_from_registry(quantization.config["format"])
+    return compressor.decompress(wide, scheme)["weight"].float()
 
 
 def dequantize_nvfp4(part: dict[str, Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from qerl_pl.memory import CONTEXT
 from qerl_pl.packed import DenseWeight, SharedLinear
 from qerl_pl.policy import LoRA
 from qerl_pl.types import Sampling
-from registry.quantization import BF16, NVFP4, QuantFormat
+from registry.quantization import BF16, NF4, NVFP4, Int4, QuantFormat
 from tests.reference import qwen2, write_checkpoint
 
 CPU = torch.device("cpu")
@@ -29,6 +29,9 @@ class Engine:
 
     def __init__(self, shares: bool) -> None:
         self.shares = shares
+
+    def base_in_memory(self, quantization: QuantFormat, shared: bool) -> tuple[int, float]:
+        return (1 if shared else 2), quantization.bits_per_weight
 
     def start(self, spec: Any) -> None:
         self.spec = spec
@@ -135,3 +138,14 @@ def test_an_engine_on_the_cpu_shares_nothing_and_releases_nothing() -> None:
     with pytest.raises(CannotShareError, match="vLLM's CPU build repacks its weights"):
         engine.shared_weights()
     assert engine.release_cache() == 0
+
+
+def test_what_a_vllm_engine_and_the_trainer_hold() -> None:
+    """Copies, and bits of a weight in one of them."""
+    packed, dense = VLLMEngine(), VLLMEngine(dense=True)
+    assert packed.base_in_memory(NVFP4(), True) == (1, 4.5)
+    assert packed.base_in_memory(NVFP4(), False) == (2, 4.5)
+    assert packed.base_in_memory(BF16(), True) == (1, 16)
+    assert packed.base_in_memory(Int4(), True) == (2, 4.125)  # the trainer does not read its kernels' layout
+    assert dense.base_in_memory(Int4(), True) == (1, 16)
+    assert dense.base_in_memory(NF4(), False) == (2, 10.25)

@@ -74,32 +74,37 @@ def _measure(results: Results, what: dict[str, Any], repeats: int) -> None:
     engine = _engine(what["variant"], where)
     engine.start(spec)
     try:
-        # As the trainer's: FP32, on the same device, one tensor a matrix.
-        tensors = {name: 0.01 * torch.randn(held.shape, device=where) for name, held in engine.adapter().items()}
-        trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(engine=engine))
-        policy = SimpleNamespace(adapter_parameters=lambda: tensors, norm_parameters=dict)
-        module = SimpleNamespace(policy=policy)
-        noise = NormNoise(engine.norms(), NORMS, seed=0)
-
-        def send_adapter() -> None:
-            deliver(trainer, module)
-
-        def send_noise() -> None:
-            noise.apply(0.01, step=1)
-            engine.refresh()
-
-        def send_both() -> None:
-            send_adapter()
-            send_noise()
-
-        phases: dict[str, Callable[[], None]] = {"adapter": send_adapter, "noise": send_noise, "both": send_both}
-        for phase, call in phases.items():
-            milliseconds = [1e3 * t for t in seconds(call, repeats, warm_up=2)]
-            size = sum(t.numel() for t in tensors.values())
-            measured = {**spread("milliseconds", milliseconds), "adapter_parameters": size, **peak()}
-            results.add(what | {"phase": phase}, measured | {"norms": len(noise.live), "repeats": repeats})
+        measure(results, what, engine, where, repeats)
     finally:
         engine.close()
+
+
+def measure(results: Results, what: dict[str, Any], engine: Engine, where: str, repeats: int) -> None:
+    """One row a phase, on an engine that runs."""
+    # As the trainer's: FP32, on the same device, one tensor a matrix.
+    tensors = {name: 0.01 * torch.randn(held.shape, device=where) for name, held in engine.adapter().items()}
+    trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(engine=engine))
+    policy = SimpleNamespace(adapter_parameters=lambda: tensors, norm_parameters=dict)
+    module = SimpleNamespace(policy=policy)
+    noise = NormNoise(engine.norms(), NORMS, seed=0)
+
+    def send_adapter() -> None:
+        deliver(trainer, module)
+
+    def send_noise() -> None:
+        noise.apply(0.01, step=1)
+        engine.refresh()
+
+    def send_both() -> None:
+        send_adapter()
+        send_noise()
+
+    phases: dict[str, Callable[[], None]] = {"adapter": send_adapter, "noise": send_noise, "both": send_both}
+    for phase, call in phases.items():
+        milliseconds = [1e3 * t for t in seconds(call, repeats, warm_up=2)]
+        size = sum(t.numel() for t in tensors.values())
+        measured = {**spread("milliseconds", milliseconds), "adapter_parameters": size, **peak()}
+        results.add(what | {"phase": phase}, measured | {"norms": len(noise.live), "repeats": repeats})
 
 
 def _engine(kind: str, where: str) -> Engine:

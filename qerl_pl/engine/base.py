@@ -47,7 +47,9 @@ class Engine(ABC):
 
     tokenizer: Any
     plannable = False
-    """Whether the memory plan covers it: then it has max_num_seqs, max_num_batched_tokens and release_kv_cache."""
+    """Whether the memory plan covers it: then it has max_num_seqs, max_num_batched_tokens, release_kv_cache and
+    ``base_in_memory``.
+    """
     notes: Sequence[str] = ()
     """After ``start``: what a user should know of the way it computes."""
 
@@ -98,6 +100,12 @@ class Engine(ABC):
         :class:`CannotShareError` where the engine holds them in a form of its own.
         """
         raise CannotShareError(f"{type(self).__name__} keeps a copy of its own")
+
+    def base_in_memory(self, quantization: QuantFormat, shared: bool) -> tuple[int, float]:
+        """How many copies of the base engine and trainer will hold (``shared``: one, if that can be), and the bits of a
+        weight in one of them, on average. For the memory plan, before ``start``.
+        """
+        raise NotImplementedError
 
     def release_cache(self) -> int:
         """Give the memory of keys and values back until the next ``generate``; return how many bytes that freed."""

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qerl_pl.checkpoint import stored_as
 from qerl_pl.engine import vllm_compat, vllm_shared
 from qerl_pl.engine.base import ENGINES, CannotShareError, Engine, EngineSpec, Progress
 from qerl_pl.engine.vllm_adapter import adapter_layers
-from qerl_pl.engine.vllm_random import load_format, random_weights
+from qerl_pl.engine.vllm_formats import load_settings
 from qerl_pl.types import Completion, Sampling
+from registry.quantization import BF16, NVFP4, QuantFormat
 
 GIB = 2**30
 PROGRESS_SECONDS = 0.5
@@ -38,6 +40,8 @@ class VLLMEngine(Engine):
         kernels: Adapter and norms by kernels of our own (CUDA only); otherwise by plain PyTorch.
         cudagraph_sizes: Batch sizes to capture; others are padded up to the next. By default about a dozen up to
             ``max_num_seqs``.
+        dense: Sample from dense weights in the numbers of the format, as the CPU build always does, instead of through
+            vLLM's kernels: for formats that vLLM does not know. Takes the memory of BF16.
     """
 
     plannable = True
@@ -51,6 +55,7 @@ class VLLMEngine(Engine):
         release_kv_cache: bool = True,
         enforce_eager: bool | None = None,
         cudagraph_sizes: list[int] | None = None,
+        dense: bool = False,
         kernels: bool = True,
     ) -> None:
         for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
@@ -63,6 +68,7 @@ class VLLMEngine(Engine):
         self.release_kv_cache = release_kv_cache
         self.enforce_eager = enforce_eager
         self.cudagraph_sizes = cudagraph_sizes
+        self.dense = dense
         self.kernels = kernels
         self._llm: Any = None
         self._released = False
@@ -74,17 +80,18 @@ class VLLMEngine(Engine):
         self._spec = spec
         self._cuda = torch.device(spec.device).type == "cuda"
         vllm_compat.prepare(self._cuda)
-        dtype = getattr(torch, spec.dtype)
+        settings = self._settings(spec) | load_settings(spec, dense=self.dense or not self._cuda)
         with (
             torch.inference_mode(False),  # weights made within it could not be written outside
             vllm_compat.unchanged_process(self._cuda),
             vllm_compat.uncompiled(self._cuda),
         ):
             releasable = vllm_shared.releasable_cache() if self._cuda and self.release_kv_cache else nullcontext()
-            patched = vllm_compat.patched_layers(spec.quantization, dtype, self._cuda, self.kernels)
-            adapter = adapter_layers(spec.targets, spec.rank, dtype, torch.device(spec.device), self.kernels)
-            with releasable, patched, random_weights(spec.folder), adapter as self._slots:
-                llm = vllm_compat.build(self._settings(spec) | load_format(spec.folder))
+            patched = vllm_compat.patched_layers(spec.quantization, self._cuda and self.kernels, self._sizes())
+            device, dtype = torch.device(spec.device), getattr(torch, spec.dtype)
+            adapter = adapter_layers(spec.targets, spec.rank, dtype, device, self.kernels)
+            with releasable, patched, adapter as self._slots:
+                llm = vllm_compat.build(settings)
             try:
                 self._norms = vllm_compat.norm_weights(llm)
                 if absent := set(spec.targets) - {name.rpartition(".")[2] for name in self._slots}:
@@ -116,11 +123,13 @@ class VLLMEngine(Engine):
         if "kv_cache_memory_bytes" in settings:  # then the share decides nothing, but vLLM wants it to be free
             settings["gpu_memory_utilization"] = 0.01
         if self._cuda and not eager:
-            sizes = self.cudagraph_sizes or _graph_sizes(self.max_num_seqs)
             settings["compilation_config"] = {
-                "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes
+                "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": self._sizes()
             }  # fmt: skip
         return settings
+
+    def _sizes(self) -> list[int]:
+        return self.cudagraph_sizes or _graph_sizes(self.max_num_seqs)
 
     def generate(
         self,
@@ -252,12 +261,19 @@ class VLLMEngine(Engine):
         self._clean = self._versions()
 
     def shared_weights(self) -> Mapping[str, Any]:
-        """See the interface. On CUDA: Marlin's NVFP4 tensors or the BF16 weights, and embeddings and head."""
+        """See the interface. On CUDA: Marlin's NVFP4 tensors or dense weights, and embeddings and head."""
         llm = self._running()
         if not self._cuda:
             raise CannotShareError("vLLM's CPU build repacks its weights")
         linear: dict[str, Any] = dict(vllm_shared.linear_weights(llm))
         return linear | vllm_shared.embedding_weights(llm)
+
+    def base_in_memory(self, quantization: QuantFormat, shared: bool) -> tuple[int, float]:
+        """See the interface."""
+        bits = BF16.bits_per_weight if self.dense else quantization.bits_per_weight
+        if shared and (self.dense or isinstance(quantization, (BF16, NVFP4))):
+            return 1, bits
+        return 2, (bits + quantization.bits_per_weight) / 2
 
     def release_cache(self) -> int:
         """See the interface. Cached prefixes are lost."""
@@ -308,12 +324,10 @@ def _check(spec: EngineSpec) -> None:
         raise ValueError(f"device {spec.device}: vLLM takes the first visible GPU; set CUDA_VISIBLE_DEVICES={index}")
     if torch.distributed.is_initialized() and (world := torch.distributed.get_world_size()) > 1:
         raise ValueError(f"engine: vllm runs in one process, but torch.distributed has {world}; use devices: 1")
-    stored = spec.config.get("quantization_config") or {}
-    wanted = spec.quantization.config or {}
-    if stored.get("format") != wanted.get("format"):
+    stored, wanted = stored_as(spec.config.get("quantization_config")), stored_as(spec.quantization.config)
+    if stored != wanted:
         raise ValueError(
-            f"{spec.folder} holds {stored.get('format') or 'unquantized weights'}, but quantization is "
-            f"{type(spec.quantization).__name__} ({wanted.get('format') or 'unquantized weights'})"
+            f"{spec.folder} holds {stored}, but quantization is {type(spec.quantization).__name__} ({wanted})"
         )
 
 

@@ -80,10 +80,11 @@ def uncompiled(cuda: bool) -> Iterator[None]:
 
 
 @contextmanager
-def patched_layers(quantization: QuantFormat, dtype: torch.dtype, cuda: bool, kernels: bool = False) -> Iterator[None]:
-    """While the model is built: RMSNorm weights in FP32, as small noise vanishes in BF16; NVFP4 as in the trainer.
+def patched_layers(quantization: QuantFormat, kernels: bool, sizes: Sequence[int]) -> Iterator[None]:
+    """While the model is built: RMSNorm weights in FP32, as small noise vanishes in BF16; NVFP4's scales checked.
 
-    With ``kernels`` RMSNorm is a kernel of our own: vLLM's needs weights in the dtype of the activations.
+    With ``kernels`` (on a GPU) RMSNorm is a kernel of our own, as vLLM's needs weights in the dtype of the activations,
+    and NVFP4 is computed by Humming's where they can be used; ``sizes`` are those of CUDA graphs.
     """
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
@@ -97,21 +98,17 @@ def patched_layers(quantization: QuantFormat, dtype: torch.dtype, cuda: bool, ke
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(RMSNorm, "__init__", init_float32))
-        if cuda and kernels:  # a layer takes its function from the class when it is made
+        process: Callable[[Any, Any], None] = scheme.process_weights_after_loading
+        if kernels:  # a layer takes its function from the class when it is made
             stack.enter_context(patch.object(RMSNorm, "forward_cuda", _norm))
-        if cuda:
-            process = _checked(scheme.process_weights_after_loading)
-            if kernels:
-                from qerl_pl.engine import vllm_nvfp4
+            from qerl_pl.engine import vllm_nvfp4
 
-                if vllm_nvfp4.unusable() is None:
-                    kernel = vllm_nvfp4.HummingKernel()
-                    stack.enter_context(patch.object(nvfp4, "init_nvfp4_linear_kernel", lambda use_a16=False: kernel))
-                    process = _checked(lambda _, layer: kernel.transform(layer, quantization))
-        else:  # there is no CPU kernel for NVFP4
-            stack.enter_context(patch.object(nvfp4, "init_nvfp4_linear_kernel", lambda use_a16=False: _Dense()))
-            process = _dequantizing(quantization, dtype)
-        stack.enter_context(patch.object(scheme, "process_weights_after_loading", process))
+            if vllm_nvfp4.unusable() is None:
+                kernel = vllm_nvfp4.HummingKernel(sizes)
+                stack.enter_context(patch.object(nvfp4, "init_nvfp4_linear_kernel", lambda use_a16=False: kernel))
+                process = lambda _, layer: kernel.transform(layer, quantization)  # noqa: E731
+
+        stack.enter_context(patch.object(scheme, "process_weights_after_loading", _checked(process)))
         yield
 
 
@@ -135,38 +132,6 @@ def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tupl
     return y if residual is None else (y, residual)
 
 
-class _Dense:
-    """A linear kernel for weights that are dense already."""
-
-    def input_quant_key(self) -> None:
-        return None
-
-    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return nn.functional.linear(x, layer.weight, bias)
-
-
-def _dequantizing(quantization: QuantFormat, dtype: torch.dtype) -> Callable[[Any, Any], None]:
-    """Make the layer's weight dense by the trainer's own arithmetic, so that both compute with the same numbers.
-
-    vLLM's own path inverts the global scale and multiplies by it, which can differ in the last bit.
-    """
-
-    def process(scheme: Any, layer: Any) -> None:
-        widths = list(layer.logical_widths)  # rows of q, k and v in a fused layer
-        stored = {
-            "weight_packed": layer.weight_packed.data.split(widths),
-            "weight_scale": layer.weight_scale.data.split(widths),
-            "weight_global_scale": layer.weight_global_scale.data.split(1),
-        }
-        parts = [dict(zip(stored, tensors, strict=True)) for tensors in zip(*stored.values(), strict=True)]
-        weight = torch.cat([quantization.dequantize(part, dtype) for part in parts])
-        for name in stored:
-            delattr(layer, name)
-        layer.weight = nn.Parameter(weight, requires_grad=False)
-
-    return process
-
-
 def _checked(process: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     def checked(scheme: Any, layer: Any) -> None:
         divisors = layer.weight_global_scale.unique().tolist()
@@ -184,12 +149,13 @@ def build(settings: dict[str, Any]) -> Any:
     """``vllm.LLM`` with ``settings`` and what they all have in common; every name exists from 0.26 to 0.32."""
     from vllm import LLM
 
+    # BF16 logits between 8 and 16 would come in steps of 0.06
+    overrides = {"head_dtype": "float32"} | settings.get("hf_overrides", {})
     return LLM(
-        **settings,
+        **(settings | {"hf_overrides": overrides}),
         enable_prefix_caching=True,
         # Of the distribution that a token is drawn from: after temperature and top-p.
         logprobs_mode="processed_logprobs",
-        hf_overrides={"head_dtype": "float32"},  # BF16 logits between 8 and 16 would come in steps of 0.06
         disable_log_stats=True,
         use_tqdm_on_load=False,
         seed=0,

@@ -5,7 +5,7 @@ vLLM itself takes Marlin on GPUs without FP4 units, which needs up to twice the 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +18,7 @@ from registry.quantization import QuantFormat
 
 DENSE_ROWS = 1024
 """From more tokens than these a weight is made dense first: one pass over it that many products pay for."""
-BUCKETS = (32, 64, 128, 256, 512)
+BUCKETS = (32, 64, 128, 256, 512, DENSE_ROWS)
 """Numbers of tokens up to which one compiled kernel serves."""
 _SCHEMA = {
     "quant_method": "compressed-tensors",
@@ -44,9 +44,11 @@ def unusable() -> str | None:
 class HummingKernel:
     """A kernel of vLLM's scheme for NVFP4: weights are transformed once, then a layer is computed from them."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """``sizes``: numbers of tokens in CUDA graphs."""
+        self._wanted = {_bucket(size) for size in sizes if size > decode_linear.TOKENS}
         self._pool = ThreadPoolExecutor(8)
-        self._compiling: dict[str, Future[Any]] = {}
+        self._compiling: dict[tuple[str, str], Future[Any]] = {}
 
     def input_quant_key(self) -> None:
         return None
@@ -80,7 +82,7 @@ class HummingKernel:
         scale = float(humming.weight_scale_2)
         layer.humming, layer.humming_scale = humming, MarlinWeight.global_scale(scale, "humming")
         _check(layer, quantization, stored)
-        layer.humming_tuning = self._compile(humming)
+        layer.humming_tuning = self._tuning(humming)
 
         def few_tokens(x: Tensor, bias: Tensor | None, a: Tensor) -> tuple[Tensor, Tensor] | None:
             """x [N, in] times the weight, and x aᵀ, in shares (decode_linear.py); None for more tokens."""
@@ -92,23 +94,24 @@ class HummingKernel:
         if decode_linear.fits(columns, rows):
             layer.few_tokens = few_tokens
 
-    def _compile(self, humming: Any) -> str:
-        """Have the kernels for this shape of a layer compiled beside what else is loaded; a machine keeps them.
+    def _tuning(self, humming: Any) -> dict[int, str]:
+        """Humming's settings by the number of tokens up to which they serve.
 
-        Of the dozens that Humming would choose from by the number of tokens, those of a few numbers serve all below.
+        It would choose from dozens of kernels for a layer, each to be compiled on every new machine for seconds. Those
+        that CUDA graphs need are compiled beside whatever else is loaded, the others when they are first used.
         """
         from humming.kernel.humming import HummingKernel as Compiled
         from humming.tune import get_heuristics_config
 
         config, device = humming.humming_config, humming.weight.device
-        tuning = [
-            [low, high, get_heuristics_config(config, shape_m=shape, device=device)]
-            for low, high, shape in zip((0, *BUCKETS), (*BUCKETS, 1 << 30), (*BUCKETS, DENSE_ROWS), strict=True)
-        ]
-        choice, layer = json.dumps(tuning), config.to_str()
-        if layer not in self._compiling:
-            self._compiling[layer] = self._pool.submit(Compiled.prepare_kernels, layer, None, choice, device)
-        return choice
+        tuning = {}
+        for bucket in BUCKETS:
+            settings = get_heuristics_config(config, shape_m=bucket, device=device)
+            tuning[bucket] = json.dumps([[0, 1 << 30, settings]])
+            job = config.to_str(), tuning[bucket]
+            if bucket in self._wanted and job not in self._compiling:
+                self._compiling[job] = self._pool.submit(Compiled.prepare_kernels, job[0], None, job[1], device)
+        return tuning
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in] -> [..., out]; ``bias`` is the layer's own, which Humming holds too."""
@@ -125,8 +128,13 @@ class HummingKernel:
         else:
             for compilation in self._compiling.values():
                 compilation.result()
-            y = layer.humming(rows, tuning_config=layer.humming_tuning)
+            y = layer.humming(rows, tuning_config=layer.humming_tuning[_bucket(len(rows))])
         return y.view(*x.shape[:-1], -1)
+
+
+def _bucket(rows: int) -> int:
+    """The last serves whatever is above it: graphs of more tokens."""
+    return next((bucket for bucket in BUCKETS if rows <= bucket), DENSE_ROWS)
 
 
 def weights(layer: Any, sizes: list[int]) -> list[MarlinWeight]:

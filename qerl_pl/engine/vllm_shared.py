@@ -34,7 +34,9 @@ def linear_weights(llm: Any) -> Iterator[tuple[str, Weight]]:
 
 def _weight(name: str, layer: Any, first: int, size: int) -> Weight:
     outputs, inputs = sum(layer.output_partition_sizes), layer.input_size_per_partition
-    weight, scales = layer.weight, getattr(layer, "weight_scale", None)
+    weight, scales = getattr(layer, "weight", None), getattr(layer, "weight_scale", None)
+    if weight is None:
+        raise CannotShareError(f"vLLM holds {name} in a layout that the trainer does not read")
     if scales is None and weight.dtype.is_floating_point and weight.shape == (outputs, inputs):
         return DenseWeight(weight.detach()[first : first + size])
     marlin = weight.dtype == torch.int32 and weight.shape == (inputs // 16, 2 * outputs)

@@ -1,7 +1,6 @@
 """vLLM as it comes, with an adapter from disk: what the project's engine is compared with."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 
 from qerl_pl.engine import vllm_compat
 from qerl_pl.engine.base import EngineSpec
-from qerl_pl.engine.vllm_random import load_format, random_weights
+from qerl_pl.engine.vllm_formats import load_settings
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What ``max_lora_rank`` may be."""
@@ -18,7 +17,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class StockVLLM:
     """``vllm.LLM`` with settings of its own for all but sizes. Rank 0 is the base alone, without LoRA.
 
-    Where there is no kernel for the format (NVFP4 on the CPU) the project's replacement is used.
+    On the CPU it samples from dense weights, as the project's engine does.
     """
 
     def __init__(self, spec: EngineSpec, max_num_seqs: int, adapter: Path | None, graphs: Sequence[int]) -> None:
@@ -38,7 +37,7 @@ class StockVLLM:
             "skip_tokenizer_init": True,
             "use_tqdm_on_load": False,
             "seed": 0,
-            **load_format(spec.folder),
+            **load_settings(spec, dense=not self._cuda),
         }
         if adapter is not None:
             rank = min(r for r in LORA_RANKS if r >= max(spec.rank, 16))
@@ -47,13 +46,7 @@ class StockVLLM:
             settings["compilation_config"] = {"cudagraph_capture_sizes": sorted(graphs)}
         else:
             settings["enforce_eager"] = True
-        layers = vllm_compat.patched_layers(spec.quantization, getattr(torch, spec.dtype), cuda=False)
-        with (
-            vllm_compat.unchanged_process(self._cuda),
-            vllm_compat.uncompiled(self._cuda),
-            nullcontext() if self._cuda else layers,
-            random_weights(spec.folder),
-        ):
+        with vllm_compat.unchanged_process(self._cuda), vllm_compat.uncompiled(self._cuda):
             self._llm: Any = LLM(**settings)
         self._request = None if adapter is None else LoRARequest("stock", 1, str(adapter))
 

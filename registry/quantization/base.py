@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import Tensor
@@ -17,10 +17,12 @@ class QuantFormat(ABC):
     that reading and writing a checkpoint is no conversion.
     """
 
-    group_size: ClassVar[int] = 1
+    group_size: int = 1
     """The input dimension of a weight must be a multiple of this."""
-    bits_per_weight: ClassVar[float]
-    """Stored bits for one weight, scales included."""
+    bits_per_weight: float
+    """Stored bits for one weight, scales of groups included."""
+    described_by: frozenset[str] = frozenset()
+    """Stored tensors that Python reads: they stay in the CPU's memory, as a GPU would have to be waited for."""
 
     @property
     @abstractmethod
@@ -45,9 +47,12 @@ class QuantFormat(ABC):
     def dequantize(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The dense weight ``[out, in]``, computed in FP32 and rounded once to ``dtype``."""
 
-    def fill_random(self, key: str, tensor: Tensor, std: float, generator: torch.Generator) -> None:
-        """Fill the stored tensor ``key`` in place, so that the weight has about this standard deviation. For models by
-        shape (``random:7B``); divisors and whatever else fused weights share must not depend on ``generator``.
+    def fill_random(
+        self, key: str, tensor: Tensor, shape: tuple[int, int], std: float, generator: torch.Generator
+    ) -> None:
+        """Fill the stored tensor ``key`` of a weight of this shape in place, so that the weight has about this standard
+        deviation. For models by shape (``random:7B``); divisors and whatever else fused weights share must not depend
+        on ``generator``.
         """
         raise ValueError(
             f"quantization: {type(self).__name__} has no fill_random, which models of random weights need; "
@@ -59,8 +64,8 @@ class QuantFormat(ABC):
         if in_features % self.group_size:
             raise ValueError(
                 f"{name}: input dimension {in_features} is not a multiple of {self.group_size}, "
-                f"which {type(self).__name__} needs; "
-                "use quantization: bf16 or another model"
+                f"which {type(self).__name__} needs; use another format, a smaller group_size if it has one, or "
+                "quantization: bf16"
             )
 
 

@@ -1,7 +1,7 @@
 """BF16: the base as it is."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from registry.quantization.base import FORMATS, QuantFormat
 class BF16(QuantFormat):
     """Unquantized weights, the baseline of the paper."""
 
-    bits_per_weight: ClassVar[float] = 16.0
+    bits_per_weight = 16.0
 
     @property
     def config(self) -> dict[str, Any] | None:
@@ -32,5 +32,7 @@ class BF16(QuantFormat):
     def dequantize(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         return stored["weight"].to(dtype)
 
-    def fill_random(self, key: str, tensor: Tensor, std: float, generator: torch.Generator) -> None:
+    def fill_random(
+        self, key: str, tensor: Tensor, shape: tuple[int, int], std: float, generator: torch.Generator
+    ) -> None:
         tensor.normal_(0, std, generator=generator)
