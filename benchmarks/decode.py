@@ -20,12 +20,12 @@ from qerl_pl.bench.rollout import _Ours, _Stock
 from qerl_pl.bench.spec import random_spec
 
 KINDS = {
-    "adapter": "_shrink|_expand|lora_",
+    "adapter": "_shrink|_expand|_swiglu|lora_",
     "attention": "flash|fmha|attention|reshape_and_cache|prepare_varlen",
     "norm": "_norm",
     "rotary": "rotary",
     "activation": "silu|act_and_mul",
-    "linear": "marlin|machete|gemm|nvjet|xmma|cutlass|gemv|splitK|w4a16",
+    "linear": "humming|decode_linear|marlin|machete|gemm|nvjet|xmma|cutlass|gemv|splitK|w4a16",
     "sampler": "gumbel|softmax|topk|top_k|logprob|argmax|rank|sort|scatter|temperature",
     "copy": "memcpy|memset",
 }

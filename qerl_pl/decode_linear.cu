@@ -53,9 +53,10 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) decode_linear(
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
   const int blocks = outputs / 128, tiles = inputs / 16;
 
-  if (blockIdx.x < z_blocks) {  // A x
-    const int strips = (columns + 15) / 16, subs = strips > 4 ? 1 : strips > 2 ? 2 : strips > 1 ? 4 : 8;
-    const int per = 8 / subs, part = blockIdx.x * subs + warp / per, parts = z_blocks * subs;
+  __shared__ float sums[4][TOKENS][130];
+  if (blockIdx.x < z_blocks) {  // A x: warps share strips of 16 columns, several share the inputs of one strip
+    const int strips = (columns + 15) / 16, subs = strips > 4 ? 1 : strips > 2 ? 2 : 4, per = 8 / subs, sub = warp / per;
+    const int part = blockIdx.x * subs + sub, parts = z_blocks * subs;
     const int begin = (long long)tiles * part / parts, end = (long long)tiles * (part + 1) / parts;
     for (int strip = warp % per; strip < strips; strip += per) {
       float c[GROUPS][4] = {};
@@ -76,13 +77,22 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) decode_linear(
       for (int n = 0; n < GROUPS; ++n)
         for (int i = 0; i < 4; ++i) {
           const int token = 8 * n + 2 * q + (i & 1), column = row + 8 * (i >> 1);
-          if (token < tokens && column < columns) z[((size_t)part * tokens + token) * columns + column] = c[n][i];
+          if (subs > 1)
+            sums[sub][token][column] = c[n][i];  // at most 64 columns
+          else if (token < tokens && column < columns)
+            z[((size_t)blockIdx.x * tokens + token) * columns + column] = c[n][i];
         }
+    }
+    if (subs == 1) return;
+    __syncthreads();
+    for (int i = threadIdx.x; i < columns * tokens; i += 256) {
+      float sum = 0;
+      for (int k = 0; k < subs; ++k) sum += sums[k][i / columns][i % columns];
+      z[((size_t)blockIdx.x * tokens + i / columns) * columns + i % columns] = sum;
     }
     return;
   }
 
-  __shared__ float sums[4][TOKENS][130];
   const int block = (blockIdx.x - z_blocks) % blocks, share = (blockIdx.x - z_blocks) / blocks;
   const int begin = (long long)tiles * share / shares, end = (long long)tiles * (share + 1) / shares;
   const int half = warp & 1, first = warp >> 1;

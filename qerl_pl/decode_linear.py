@@ -14,6 +14,7 @@ from torch import Tensor
 
 TOKENS = 16  # the most
 OUTPUTS = 128  # of a block
+Z_SHARES = 8
 SLOTS = 264  # blocks that run at the same time on a card of 132 multiprocessors
 
 
@@ -33,22 +34,15 @@ def decode_linear(
     (tokens, inputs), columns, outputs = x.shape, a.shape[0], scales.shape[1]
     shares = min(8, max(1, SLOTS // (outputs // OUTPUTS)), max(1, inputs // 256))
     y = torch.empty(shares, tokens, outputs, dtype=torch.float32, device=x.device)
-    z = torch.empty(8, tokens, columns, dtype=torch.float32, device=x.device)
-    z_blocks = z_blocks_of(columns)
+    z = torch.empty(Z_SHARES, tokens, columns, dtype=torch.float32, device=x.device)
     _launch(
         _kernel(1 if tokens <= 8 else 2, torch.cuda.get_device_capability(x.device)),
-        outputs // OUTPUTS * shares + z_blocks,
+        outputs // OUTPUTS * shares + Z_SHARES,
         [x, packed, scales, bias, y, a, z],
-        [tokens, inputs, outputs, shares, columns, z_blocks],
+        [tokens, inputs, outputs, shares, columns, Z_SHARES],
         scale * 2.0**10,
     )
     return y, z
-
-
-def z_blocks_of(columns: int) -> int:
-    """Blocks for A x: eight shares, of which one block computes several where there are few columns."""
-    strips = (columns + 15) // 16
-    return 8 if strips > 4 else 4 if strips > 2 else 2 if strips > 1 else 1
 
 
 @cache

@@ -42,7 +42,7 @@ def random(*shape: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("tokens", "inputs", "columns", "shares", "has_bias"),
-    [(1, 80, 16, 1, True), (5, 336, 40, 2, False), (13, 96, 96, 3, True), (8, 48, 8, 1, False)],
+    [(1, 80, 16, 1, True), (5, 336, 40, 2, False), (13, 96, 96, 3, True), (8, 48, 8, 1, False), (9, 640, 64, 1, True)],
 )
 def test_layer_and_adapter(
     compiled: dict[int, ctypes.CDLL], tokens: int, inputs: int, columns: int, shares: int, has_bias: bool
@@ -58,7 +58,7 @@ def test_layer_and_adapter(
     y = torch.full((shares, tokens, outputs), torch.nan)
     z = torch.full((8, tokens, columns), torch.nan)
     pointers = [None if t is None else t.data_ptr() for t in (x, packed, scales, bias, y, a, z)]
-    sizes = [tokens, inputs, outputs, shares, columns, decode_linear.z_blocks_of(columns)]
+    sizes = [tokens, inputs, outputs, shares, columns, 8]
     compiled[1 if tokens <= 8 else 2].run(
         *(ctypes.c_void_p(p) for p in pointers), *(ctypes.c_int(n) for n in sizes), ctypes.c_float(scale * 2.0**10)
     )
