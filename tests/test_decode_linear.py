@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl import decode_linear
 from registry.quantization import NVFP4
 from tests.reference import dequantize_nvfp4
 from tests.test_marlin import pack

@@ -14,6 +14,7 @@ from qerl_pl.engine import vllm_compat, vllm_shared
 from qerl_pl.engine.base import ENGINES, CannotShareError, Engine, EngineSpec, Progress
 from qerl_pl.engine.vllm_adapter import adapter_layers
 from qerl_pl.engine.vllm_formats import load_settings
+from qerl_pl.engine.vllm_slots import AdapterSlots
 from qerl_pl.types import Completion, Sampling
 from registry.quantization import BF16, NVFP4, QuantFormat
 
@@ -90,16 +91,17 @@ class VLLMEngine(Engine):
             patched = vllm_compat.patched_layers(spec.quantization, self._cuda and self.kernels, self._sizes())
             device, dtype = torch.device(spec.device), getattr(torch, spec.dtype)
             adapter = adapter_layers(spec.targets, spec.rank, dtype, device, self.kernels)
-            with releasable, patched, adapter as self._slots:
+            with releasable, patched, adapter as slots:
                 llm = vllm_compat.build(settings)
             try:
                 self._norms = vllm_compat.norm_weights(llm)
-                if absent := set(spec.targets) - {name.rpartition(".")[2] for name in self._slots}:
+                if absent := set(spec.targets) - {name.rpartition(".")[2] for name in slots}:
                     kind = type(vllm_compat.model(llm)).__name__
                     raise ValueError(f"LoRA targets {sorted(absent)} are not linear layers of {kind} in vLLM")
             except ValueError:
                 vllm_compat.shut_down(llm)
                 raise
+        self._adapter = AdapterSlots(slots, spec)
         self.tokenizer = llm.get_tokenizer()
         self._llm = llm
         if self._cuda and (slow := vllm_compat.slow_kernels(spec.quantization, self.kernels)):
@@ -203,51 +205,11 @@ class VLLMEngine(Engine):
 
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         self._running()
-        names = {name: _peft_names(name) for name in self._slots}
-        self._check_adapter(tensors, {name for pair in names.values() for name in pair})
-        sources: dict[str, list[Tensor]] = {"A": [], "B": []}
-        buffers: dict[str, list[Tensor]] = {"A": [], "B": []}
-        for module, pair in self._slots.items():
-            for kind, name, buffer in zip("AB", names[module], pair, strict=True):
-                tensor = tensors[name].detach()
-                if tensor.shape != buffer.shape:
-                    raise ValueError(
-                        f"{name} is {list(tensor.shape)}, the engine has {list(buffer.shape)} (rank "
-                        f"{self._spec.rank}); start the engine with the policy's rank and base model"
-                    )
-                sources[kind].append(tensor)
-                buffers[kind].append(buffer)
-        with torch.no_grad():  # few calls for hundreds of matrices
-            torch._foreach_copy_(buffers["A"], sources["A"])
-            scaled = sources["B"]
-            if self._scaling != 1:  # in FP32, and rounded once, by the copy
-                scaled = list(torch._foreach_mul([t.float() for t in scaled], self._scaling))
-            torch._foreach_copy_(buffers["B"], scaled)
-
-    def _check_adapter(self, tensors: Mapping[str, Tensor], expected: set[str]) -> None:
-        missing, unexpected = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
-        if missing or unexpected:
-            raise ValueError(
-                f"the adapter does not match the engine (targets {', '.join(self._spec.targets)}): "
-                f"{_some('missing', missing)}; {_some('unexpected', unexpected)}. "
-                f"Names are those of a saved PEFT adapter, as {min(expected)}"
-            )
+        self._adapter.write(tensors)
 
     def adapter(self) -> dict[str, Tensor]:
         self._running()
-        held_a, held_b = ([pair[i] for pair in self._slots.values()] for i in (0, 1))
-        a, b = ([torch.empty(t.shape, device=t.device) for t in held] for held in (held_a, held_b))
-        torch._foreach_copy_(a, held_a)
-        torch._foreach_copy_(b, held_b)
-        if self._scaling != 1:
-            torch._foreach_div_(b, self._scaling)
-        names = [_peft_names(module) for module in self._slots]
-        pairs = zip(names, zip(a, b, strict=True), strict=True)
-        return {name: tensor for both, matrices in pairs for name, tensor in zip(both, matrices, strict=True)}
-
-    @property
-    def _scaling(self) -> float:
-        return self._spec.alpha / self._spec.rank
+        return self._adapter.read()
 
     def norms(self) -> dict[str, Tensor]:
         self._running()
@@ -287,8 +249,7 @@ class VLLMEngine(Engine):
 
     def _versions(self) -> int:
         """Grows with every write in place to norm or adapter."""
-        adapter = sum(a._version + b._version for a, b in self._slots.values())
-        return adapter + sum(weight._version for weight in self._norms.values())
+        return self._adapter.version() + sum(weight._version for weight in self._norms.values())
 
     def model_bytes(self) -> int:
         """Memory of the engine's weights, LoRA buffers included, without the KV cache.
@@ -296,8 +257,7 @@ class VLLMEngine(Engine):
         Dense weights that the CPU build has repacked are not seen.
         """
         module = vllm_compat.model(self._running())
-        slots = (tensor for pair in self._slots.values() for tensor in pair)
-        return vllm_compat.storage_bytes([*module.parameters(), *module.buffers(), *slots])
+        return vllm_compat.storage_bytes([*module.parameters(), *module.buffers(), *self._adapter.tensors()])
 
     def close(self) -> None:
         if self._llm is None:
@@ -307,7 +267,7 @@ class VLLMEngine(Engine):
             self._released = False
         vllm_compat.shut_down(self._llm)
         self._llm = None
-        del self._norms, self._slots  # they share the model's memory
+        del self._norms, self._adapter  # they share the model's memory
         vllm_compat.free_memory()  # not before nothing refers to the engine
 
     def _running(self) -> Any:
@@ -333,15 +293,6 @@ def _check(spec: EngineSpec) -> None:
 
 def _max_length(spec: EngineSpec) -> int:
     return min(spec.max_length, spec.config.get("max_position_embeddings", spec.max_length))
-
-
-def _peft_names(module: str) -> tuple[str, str]:
-    return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
-
-
-def _some(what: str, names: list[str]) -> str:
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return f"{len(names)} {what}" + (f" ({shown})" if names else "")
 
 
 def _sample_seed(seed: int, sample: int) -> int:
