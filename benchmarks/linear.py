@@ -1,0 +1,129 @@
+"""A layer of a decoding step by kernel and number of tokens: vLLM's Marlin, Humming, ours for few tokens, dense BF16.
+
+    python benchmarks/linear.py --output benchmarks/results/h200/linear.json
+
+In a CUDA graph over several copies of the weight, so that none is in the cache. Needs a GPU, vLLM and humming-kernels.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl_pl.bench.results import Results, choices, numbers
+from qerl_pl.decode_linear import TOKENS, decode_linear
+from registry.quantization import NVFP4
+
+LAYERS = {  # (out, in)
+    "14B qkv": (7168, 5120), "14B o": (5120, 5120), "14B gate, up": (27648, 5120), "14B down": (5120, 13824),
+    "7B gate, up": (37888, 3584), "32B gate, up": (55296, 5120),
+}  # fmt: skip
+COLD = 300_000_000  # bytes of weights that no cache holds
+RANK = 32
+Call = Callable[[Tensor], object]
+
+
+def marlin(stored: dict[str, Tensor]) -> Call:
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4 as fp4
+
+    rows, columns = NVFP4().shape(stored)
+    layer: Any = torch.nn.Module()
+    layer.output_size_per_partition, layer.input_size_per_partition, layer.params_dtype = rows, columns, torch.bfloat16
+    tensors = stored | {"weight_global_scale": (1 / stored["weight_global_scale"]).reshape(())}
+    for name, tensor in tensors.items():
+        setattr(layer, name.replace("_packed", ""), torch.nn.Parameter(tensor.clone(), requires_grad=False))
+    fp4.prepare_fp4_layer_for_marlin(layer)
+    held = layer.weight, layer.weight_scale, layer.weight_global_scale, layer.workspace, rows, columns
+    return lambda x: fp4.apply_fp4_marlin_linear(x, *held)
+
+
+def humming(stored: dict[str, Tensor]) -> Call:
+    layer = _layer(stored)
+    return lambda x: layer.humming(x)
+
+
+def ours(stored: dict[str, Tensor]) -> Call:
+    """With A x of an adapter, in shares that are still to be summed."""
+    held, columns = _layer(stored).humming, NVFP4().shape(stored)[1]
+    a = torch.randn(RANK, columns, device="cuda").bfloat16()
+    return lambda x: decode_linear(x, held.weight, held.weight_scale, 1.0, None, a)
+
+
+def dense(stored: dict[str, Tensor]) -> Call:
+    weight = NVFP4().dequantize(stored, torch.bfloat16)
+    return lambda x: x @ weight.T
+
+
+def _layer(stored: dict[str, Tensor]) -> Any:
+    from qerl_pl.engine.vllm_nvfp4 import HummingKernel
+
+    rows, columns = NVFP4().shape(stored)
+    layer: Any = torch.nn.Module()
+    layer.output_size_per_partition, layer.input_size_per_partition, layer.bias = rows, columns, None
+    for name, tensor in stored.items():
+        setattr(layer, name, SimpleNamespace(data=tensor.clone()))
+    HummingKernel([]).transform(layer, NVFP4())
+    return layer
+
+
+KERNELS = {"marlin": marlin, "humming": humming, "ours": ours, "dense": dense}
+
+
+def microseconds(calls: list[Call], x: Tensor) -> list[float]:
+    for call in calls:
+        call(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call(x)
+    times = []
+    for _ in range(6):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * begin.elapsed_time(end) / len(calls))
+    return sorted(times[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", default=",".join(KERNELS))
+    parser.add_argument("--tokens", default="1,8,16,64,128,256,512,4096")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--commit", help="if this is no git checkout")
+    options = parser.parse_args()
+    results = Results("linear", options.output, options.commit)
+    for layer, (rows, columns) in LAYERS.items():
+        copies = max(4, min(16, COLD // (rows * columns * 9 // 16)))
+        weights = [_random(rows, columns, seed) for seed in range(copies)]
+        for kernel in choices("kernels", options.kernels, list(KERNELS)):
+            calls = [KERNELS[kernel](stored) for stored in weights]
+            for tokens in numbers(options.tokens):
+                if kernel == "ours" and tokens > TOKENS:
+                    continue
+                times = microseconds(calls, torch.randn(tokens, columns, device="cuda").bfloat16())
+                measured = {"microseconds": times[2], "microseconds_min": times[0], "microseconds_max": times[-1]}
+                results.add({"model": layer, "variant": kernel, "tokens": tokens}, measured)
+            del calls
+            torch.cuda.empty_cache()
+    results.finish()
+
+
+def _random(rows: int, columns: int, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    stored = {}
+    for name, (shape, dtype) in NVFP4().layout(rows, columns).items():
+        stored[name] = torch.empty(shape, dtype=dtype, device="cuda")
+        NVFP4().fill_random(name, stored[name], (rows, columns), 0.02, generator)
+    return stored
+
+
+if __name__ == "__main__":
+    main()
