@@ -6,12 +6,10 @@
 // The first blocks multiply by A [columns, inputs] in the same way.
 
 typedef unsigned int u32;
-#ifndef DEPTH
-#define DEPTH 4                  // tiles in flight a warp
-#define RESIDENT 2               // blocks on a multiprocessor
-#endif
-#define TOKENS (8 * GROUPS)      // GROUPS is defined when this is compiled
-#define SHIFT 0x7A807A80u        // 2^118, twice: BF16
+#define TOKENS 8             // at most: the columns of mma
+#define DEPTH 4              // tiles in flight a warp
+#define RESIDENT 2           // blocks on a multiprocessor
+#define SHIFT 0x7A807A80u    // 2^118, twice: BF16
 
 #ifdef __CUDACC__
 __device__ __forceinline__ u32 times(u32 a, u32 b) {  // two BF16 numbers each; subnormal ones count
@@ -44,7 +42,7 @@ __device__ __forceinline__ u32 pair(const unsigned short* p, bool valid) {
   return valid ? *reinterpret_cast<const u32*>(p) : 0u;
 }
 
-struct Tile { uint4 words; uint2 scales; u32 x[2 * GROUPS]; };
+struct Tile { uint4 words; uint2 scales; u32 x0, x1; };
 
 extern "C" __global__ void __launch_bounds__(256, RESIDENT) decode_linear(
     const unsigned short* __restrict__ x, const uint4* __restrict__ weight, const uint2* __restrict__ scales,
@@ -59,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) decode_linear(
     const int part = blockIdx.x * subs + sub, parts = z_blocks * subs;
     const int begin = (long long)tiles * part / parts, end = (long long)tiles * (part + 1) / parts;
     for (int strip = warp % per; strip < strips; strip += per) {
-      float c[GROUPS][4] = {};
+      float c[4] = {};
       const int row = strip * 16 + g;
       const unsigned short* low = a + (size_t)row * inputs + 2 * q;
       const unsigned short* high = low + (size_t)8 * inputs;
@@ -68,20 +66,16 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) decode_linear(
         const int k = 16 * t;
         u32 a0 = pair(low + k, row < columns), a1 = pair(high + k, row + 8 < columns);
         u32 a2 = pair(low + k + 8, row < columns), a3 = pair(high + k + 8, row + 8 < columns);
-        for (int n = 0; n < GROUPS; ++n) {
-          const unsigned short* at = x + (size_t)(8 * n + g) * inputs + 2 * q + k;
-          const bool valid = 8 * n + g < tokens;
-          mma(c[n], a0, a1, a2, a3, pair(at, valid), pair(at + 8, valid));
-        }
+        const unsigned short* at = x + (size_t)g * inputs + 2 * q + k;
+        mma(c, a0, a1, a2, a3, pair(at, g < tokens), pair(at + 8, g < tokens));
       }
-      for (int n = 0; n < GROUPS; ++n)
-        for (int i = 0; i < 4; ++i) {
-          const int token = 8 * n + 2 * q + (i & 1), column = row + 8 * (i >> 1);
-          if (subs > 1)
-            sums[sub][token][column] = c[n][i];  // at most 64 columns
-          else if (token < tokens && column < columns)
-            z[((size_t)blockIdx.x * tokens + token) * columns + column] = c[n][i];
-        }
+      for (int i = 0; i < 4; ++i) {
+        const int token = 2 * q + (i & 1), column = row + 8 * (i >> 1);
+        if (subs > 1)
+          sums[sub][token][column] = c[i];  // at most 64 columns
+        else if (token < tokens && column < columns)
+          z[((size_t)blockIdx.x * tokens + token) * columns + column] = c[i];
+      }
     }
     if (subs == 1) return;
     __syncthreads();
@@ -99,21 +93,18 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) decode_linear(
   int left = end - begin - first;  // tiles from the next one to be loaded on, the others' among them
   const uint4* words = weight + (size_t)(begin + first) * (outputs / 2) + (2 * block + half) * 32 + lane;
   const uint2* bytes = scales + (size_t)(begin + first) * (outputs / 8) + (2 * block + half) * 8 + g;
-  const unsigned short* at[GROUPS];  // rows beyond the tokens are those of token 0, and are not stored
-  for (int n = 0; n < GROUPS; ++n) at[n] = x + (size_t)(8 * n + g < tokens ? 8 * n + g : 0) * inputs + 16 * (begin + first) + 2 * q;
-  float c[GROUPS][4][4] = {};
+  const int row = g < tokens ? g : 0;  // what is computed for more tokens is not stored
+  const unsigned short* at = x + (size_t)row * inputs + 16 * (begin + first) + 2 * q;
+  float c[4][4] = {};
   Tile tile[DEPTH];
 
   auto load = [&](Tile& to) {
     const bool inside = left > 0;
     to.words = inside ? __ldcs(words) : make_uint4(0, 0, 0, 0);
     to.scales = inside ? __ldcs(bytes) : make_uint2(0, 0);
-#pragma unroll
-    for (int n = 0; n < GROUPS; ++n) {
-      to.x[2 * n] = pair(at[n], inside);
-      to.x[2 * n + 1] = pair(at[n] + 8, inside);
-      at[n] += 64;
-    }
+    to.x0 = pair(at, inside);
+    to.x1 = pair(at + 8, inside);
+    at += 64;
     words += 2 * outputs;
     bytes += outputs / 2;
     left -= 4;
@@ -132,19 +123,16 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) decode_linear(
         const u32 s0 = scale_of(byte, 2 * (j & 1)), s1 = scale_of(byte, 2 * (j & 1) + 1);
         const u32 a0 = times(codes<0>(word[j]), s0), a2 = times(codes<1>(word[j]), s0);
         const u32 a1 = times(codes<2>(word[j]), s1), a3 = times(codes<3>(word[j]), s1);
-#pragma unroll
-        for (int n = 0; n < GROUPS; ++n) mma(c[n][j], a0, a1, a2, a3, now.x[2 * n], now.x[2 * n + 1]);
+        mma(c[j], a0, a1, a2, a3, now.x0, now.x1);
       }
       load(tile[i]);
     }
   }
 
 #pragma unroll
-  for (int n = 0; n < GROUPS; ++n)
+  for (int j = 0; j < 4; ++j)
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[first][8 * n + 2 * q + (i & 1)][64 * half + 16 * j + g + 8 * (i >> 1)] = c[n][j][i];
+    for (int i = 0; i < 4; ++i) sums[first][2 * q + (i & 1)][64 * half + 16 * j + g + 8 * (i >> 1)] = c[j][i];
   __syncthreads();
   for (int i = threadIdx.x; i < 128 * tokens; i += 256) {
     const int token = i / 128, column = i % 128, output = 128 * block + column;

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TOKENS = 16  # the most
+TOKENS = 8  # the most
 OUTPUTS = 128  # of a block
 Z_SHARES = 8
 SLOTS = 264  # blocks that run at the same time on a card of 132 multiprocessors
@@ -29,14 +29,14 @@ def decode_linear(
 
     y is x [N, in] times the weight, plus ``bias`` [out]: ``packed`` int32 [in / 16, 2 · out] and ``scales`` FP8
     [in / 16, out] in Humming's layout (marlin.py), ``scale`` the reciprocal of the checkpoint's global scale. z is x aᵀ
-    for the adapter's ``a`` [columns, in]. All BF16; N at most 16.
+    for the adapter's ``a`` [columns, in]. All BF16; N at most 8.
     """
     (tokens, inputs), columns, outputs = x.shape, a.shape[0], scales.shape[1]
     shares = min(8, max(1, SLOTS // (outputs // OUTPUTS)), max(1, inputs // 256))
     y = torch.empty(shares, tokens, outputs, dtype=torch.float32, device=x.device)
     z = torch.empty(Z_SHARES, tokens, columns, dtype=torch.float32, device=x.device)
     _launch(
-        _kernel(1 if tokens <= 8 else 2, torch.cuda.get_device_capability(x.device)),
+        _kernel(torch.cuda.get_device_capability(x.device)),
         outputs // OUTPUTS * shares + Z_SHARES,
         [x, packed, scales, bias, y, a, z],
         [tokens, inputs, outputs, shares, columns, Z_SHARES],
@@ -46,17 +46,12 @@ def decode_linear(
 
 
 @cache
-def _kernel(groups: int, capability: tuple[int, int]) -> Any:
-    """The kernel for 8 · ``groups`` tokens."""
+def _kernel(capability: tuple[int, int]) -> Any:
     from cuda.bindings import driver, nvrtc
 
     source = (files("qerl_pl") / "decode_linear.cu").read_bytes()
     program = _check(nvrtc.nvrtcCreateProgram(source, b"decode_linear.cu", 0, [], []))
-    options = [
-        f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(),
-        b"--std=c++17",
-        b"-DGROUPS=%d" % groups,
-    ]
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(), b"--std=c++17"]
     [result] = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))

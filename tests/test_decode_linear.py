@@ -18,21 +18,17 @@ SOURCE = HERE.parent / "qerl_pl" / "decode_linear.cu"
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[int, ctypes.CDLL]:
-    """By groups of eight tokens."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    libraries = {}
-    for groups in (1, 2):
-        library = tmp_path_factory.mktemp("kernel") / "kernel.so"
-        command = [
-            compiler, "-x", "c++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-DGROUPS={groups}",
-            f'-DKERNEL="{SOURCE}"', str(HERE / "cuda_on_cpu.h"), "-o", str(library),
-        ]  # fmt: skip
-        subprocess.run(command, check=True)
-        libraries[groups] = ctypes.CDLL(str(library))
-    return libraries
+    library = tmp_path_factory.mktemp("kernel") / "kernel.so"
+    command = [
+        compiler, "-x", "c++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f'-DKERNEL="{SOURCE}"',
+        str(HERE / "cuda_on_cpu.h"), "-o", str(library),
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(library))
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -41,10 +37,10 @@ def random(*shape: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("tokens", "inputs", "columns", "shares", "has_bias"),
-    [(1, 80, 16, 1, True), (5, 336, 40, 2, False), (13, 96, 96, 3, True), (8, 48, 8, 1, False), (9, 640, 64, 1, True)],
+    [(1, 80, 16, 1, True), (5, 336, 40, 2, False), (7, 96, 96, 3, True), (8, 48, 8, 1, False), (2, 640, 64, 1, True)],
 )
 def test_layer_and_adapter(
-    compiled: dict[int, ctypes.CDLL], tokens: int, inputs: int, columns: int, shares: int, has_bias: bool
+    compiled: ctypes.CDLL, tokens: int, inputs: int, columns: int, shares: int, has_bias: bool
 ) -> None:
     """Against float64; products of BF16 numbers are summed in FP32."""
     outputs = 256
@@ -58,7 +54,7 @@ def test_layer_and_adapter(
     z = torch.full((8, tokens, columns), torch.nan)
     pointers = [None if t is None else t.data_ptr() for t in (x, packed, scales, bias, y, a, z)]
     sizes = [tokens, inputs, outputs, shares, columns, 8]
-    compiled[1 if tokens <= 8 else 2].run(
+    compiled.run(
         *(ctypes.c_void_p(p) for p in pointers), *(ctypes.c_int(n) for n in sizes), ctypes.c_float(scale * 2.0**10)
     )
     want = x.double() @ dequantize_nvfp4(stored[0]).double().T

@@ -31,13 +31,15 @@ PANELS = {
         Panel("peak_gb", "peak memory, GB"),
     ],
     "sync": [Panel("milliseconds", "into the running engine, ms")],
+    "decode": [Panel("step_us", "decoding step, µs", "batch")],
+    "linear": [Panel("microseconds", "layer of a decoding step, µs", "tokens", log=True)],
     "step": [Panel("milliseconds", "phase of a step, ms", "phase")],
     "memory": [Panel("peak_gb", "peak memory of a whole step, GB")],
 }
 
 
 def plot(folder: Path) -> None:
-    """Pictures of rollout.json, train.json, sync.json, step.json and memory.json in a folder of results.
+    """Pictures of rollout.json, train.json and the other results in a folder.
 
     Args:
         folder: with the JSON files; the PNGs are written beside them.

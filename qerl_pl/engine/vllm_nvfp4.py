@@ -18,7 +18,7 @@ from registry.quantization import QuantFormat
 
 DENSE_ROWS = 1024
 """From more tokens than these a weight is made dense first: one pass over it that many products pay for."""
-BUCKETS = (32, 64, 128, 256, 512, DENSE_ROWS)
+BUCKETS = (16, 32, 64, 128, 256, 512, DENSE_ROWS)
 """Numbers of tokens up to which one compiled kernel serves."""
 _SCHEMA = {
     "quant_method": "compressed-tensors",

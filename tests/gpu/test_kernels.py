@@ -129,7 +129,7 @@ def test_the_adapter_of_a_decoding_step(rows: int) -> None:
     assert error(decoding.expand(y.cuda(), z, b.cuda(), widths), want) < 4e-3
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 11])
+@pytest.mark.parametrize("tokens", [1, 5, 8])
 def test_a_layer_of_few_tokens(tokens: int) -> None:
     """Sums of BF16 products in FP32, with a bias and A x of the adapter, against float64."""
     outputs, inputs = 512, 1184
