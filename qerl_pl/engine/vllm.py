@@ -88,9 +88,10 @@ class VLLMEngine(Engine):
             vllm_compat.uncompiled(self._cuda),
         ):
             releasable = vllm_shared.releasable_cache() if self._cuda and self.release_kv_cache else nullcontext()
-            patched = vllm_compat.patched_layers(spec.quantization, self._cuda and self.kernels, self._sizes())
+            kernels = self._cuda and vllm_compat.no_kernels(spec, self.kernels) is None
+            patched = vllm_compat.patched_layers(spec.quantization, kernels, self._sizes())
             device, dtype = torch.device(spec.device), getattr(torch, spec.dtype)
-            adapter = adapter_layers(spec.targets, spec.rank, dtype, device, self.kernels)
+            adapter = adapter_layers(spec.targets, spec.rank, dtype, device, kernels)
             with releasable, patched, adapter as slots:
                 llm = vllm_compat.build(settings)
             try:
@@ -104,8 +105,8 @@ class VLLMEngine(Engine):
         self._adapter = AdapterSlots(slots, spec)
         self.tokenizer = llm.get_tokenizer()
         self._llm = llm
-        if self._cuda and (slow := vllm_compat.slow_kernels(spec.quantization, self.kernels)):
-            self.notes = (f"vLLM: {slow}",)
+        if self._cuda:
+            self.notes = vllm_compat.notes(spec, self.kernels)
         self._clean = self._versions()
 
     def _settings(self, spec: EngineSpec) -> dict[str, Any]:

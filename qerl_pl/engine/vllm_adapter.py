@@ -30,7 +30,7 @@ class AdapterMethod:
 
     def __init__(self, method: Any, a: Tensor, b: Tensor, widths: Sequence[int], kernels: bool) -> None:
         self.method, self.a, self.b, self.widths, self.rank = method, a, b, tuple(widths), b.shape[1]
-        self.kernels = kernels and a.is_cuda and len(widths) <= 3 and _tiles(self.widths)
+        self.kernels = kernels and len(widths) <= 3 and _tiles(self.widths)
         self.activation: SwiGLU | None = None  # what takes the layer's output, if it adds the adapter itself
 
     def __getattr__(self, name: str) -> Any:
@@ -38,7 +38,7 @@ class AdapterMethod:
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in] -> [..., out]."""
-        rows = x.view(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1])
         if not self.kernels or len(rows) > KERNEL_ROWS:
             y = self.method.apply(layer, x, bias)
             self.add(y.view(-1, y.shape[-1]), rows)
@@ -107,7 +107,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 def fused_layers(model: Any) -> Iterator[tuple[str, Any, list[tuple[str, int]]]]:
     """(name, layer, parts) of every linear layer in the blocks; the parts are (Hugging Face's name, outputs)."""
-    members: dict[str, list[str]] = model.packed_modules_mapping
+    members: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for name, layer in model.named_modules():
         parent, _, leaf = name.rpartition(".")
         if hasattr(layer, "quant_method") and leaf in {*members, *PROJECTIONS}:

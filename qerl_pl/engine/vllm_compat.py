@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qerl_pl.engine.base import EngineSpec
 from qerl_pl.types import Sampling
 from registry.quantization import NVFP4, QuantFormat
 
@@ -112,15 +113,22 @@ def patched_layers(quantization: QuantFormat, kernels: bool, sizes: Sequence[int
         yield
 
 
-def slow_kernels(quantization: QuantFormat, kernels: bool) -> str | None:
+def no_kernels(spec: EngineSpec, wanted: bool) -> str | None:
+    """Why no kernels of ours are used on this GPU, or None."""
+    if not wanted:
+        return "as kernels: false asks for"
+    return None if spec.dtype == "bfloat16" else f"as {spec.dtype} needs"
+
+
+def notes(spec: EngineSpec, wanted: bool) -> tuple[str, ...]:
     """Which kernels of ours are left out, and why; for a GPU."""
-    if not kernels:
-        return "adapter and norms by plain PyTorch, as kernels: false asks for"
+    if reason := no_kernels(spec, wanted):
+        return (f"vLLM: adapter and norms by PyTorch's operations, NVFP4 by vLLM's own kernel, {reason}",)
     from qerl_pl.engine import vllm_nvfp4
 
-    if isinstance(quantization, NVFP4) and (reason := vllm_nvfp4.unusable()):
-        return f"NVFP4 by vLLM's own kernel: {reason}"
-    return None
+    if isinstance(spec.quantization, NVFP4) and (reason := vllm_nvfp4.unusable()):
+        return (f"vLLM: NVFP4 by vLLM's own kernel: {reason}",)
+    return ()
 
 
 def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ def unusable() -> str | None:
     except Exception as error:  # it compiles its launcher when it is imported
         return f"humming-kernels 0.1.17 or later is needed ({error})"
     major, _ = torch.cuda.get_device_capability()
-    return None if major == 9 else f"compute capability {major}.x has kernels of its own or was not tried"
+    return None if major == 9 else f"ours were tried on GPUs of compute capability 9.0 only, this has {major}.x"
 
 
 class HummingKernel:
