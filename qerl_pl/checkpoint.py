@@ -85,6 +85,10 @@ class Weights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._file)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Without reading the tensor."""
+        return tuple(self._file[name].get_slice(name).get_shape())
+
 
 def is_projection(module: str) -> bool:
     """Whether a module of this name carries the packed weights and the adapter."""
@@ -147,7 +151,9 @@ def stored_as(config: Mapping[str, Any] | None) -> str:
         kind = config.get("bnb_4bit_quant_type", "fp4") if config.get("load_in_4bit") else "int8"
         return f"bitsandbytes {kind}" + (", scales quantized too" if config.get("bnb_4bit_use_double_quant") else "")
     weights = [group.get("weights") or {} for group in config.get("config_groups", {}).values()]
-    return ", ".join([config.get("format") or config.get("quant_method") or "?", *sorted({_numbers(w) for w in weights})])
+    return ", ".join(
+        [config.get("format") or config.get("quant_method") or "?", *sorted({_numbers(w) for w in weights})]
+    )
 
 
 def _numbers(weights: Mapping[str, Any]) -> str:
@@ -207,12 +213,14 @@ def write(folder: Path, config: dict[str, Any], quantization: QuantFormat, targe
         json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=1)
     )
     (target / "config.json").write_text(json.dumps(config | {"quantization_config": quantization.config}, indent=1))
+    copy_files(folder, target)
+
+
+def copy_files(folder: Path, target: Path) -> None:
+    """Tokenizer, chat template, generation config: all that describes a model beside its tensors."""
     for file in folder.iterdir():
-        if (
-            file.is_file()
-            and file.suffix in (".json", ".jinja", ".model", ".txt")
-            and not (target / file.name).exists()
-        ):
+        described = file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.endswith(".index.json")
+        if file.is_file() and described and not (target / file.name).exists():
             shutil.copy(file, target)
 
 
