@@ -22,6 +22,7 @@ from qerl_pl.quantize.calibrated import ALGORITHMS, calibrate, check_algorithm, 
 from qerl_pl.quantize.calibration import DEFAULT, Content, Sequences, Source, draw, encode
 from qerl_pl.quantize.quality import Checkpoint, assess, unquantized
 from qerl_pl.random_model import is_random
+from registry.prompts import PROMPTS
 from registry.quantization import FORMATS, QuantFormat
 
 HEADROOM = 64 << 20
@@ -41,6 +42,7 @@ def quantize(args: Sequence[str]) -> None:
     if (given.report is None) == (given.output is None):
         raise ValueError("give --output DIR, to quantize, or --report DIR, to report on a checkpoint that is there")
     FORMATS.load_plugins()
+    PROMPTS.load_plugins()
     quantization = FORMATS[given.format]()
     base = resolve(given.model)
     if given.report is not None:
@@ -214,12 +216,11 @@ def _texts(given: argparse.Namespace, base: Path, calibrated: bool) -> _Texts:
         wanted["calibration"] = (given.num_samples, given.max_length)
     sequences, contents = draw(tokenizer, Source(given.calibration, given.seed), wanted)
     asked: list[Content] = [c[:-1] for c in contents["held_out"] if not isinstance(c, str) and len(c) > 1]
-    prompts = [encode(tokenizer, c, generate=True) for c in asked[: given.sample_prompts]]
-    if given.sample_prompts and not prompts:
-        _say("the texts are no conversations: no entropy of own samples in the report")
-    if longest is not None:
-        prompts = [p for p in prompts if len(p) + given.sample_tokens <= longest]
-    return _Texts(sequences, prompts)
+    encoded = [encode(tokenizer, c, generate=True) for c in asked]
+    fitting = [p for p in encoded if len(p) + given.sample_tokens <= (longest or math.inf)]
+    if len(fitting) < given.sample_prompts:
+        _say(f"{len(fitting)} held-out prompts to sample from, not {given.sample_prompts}: only conversations have one")
+    return _Texts(sequences, fitting[: given.sample_prompts])
 
 
 def _assess(

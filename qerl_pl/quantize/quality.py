@@ -21,8 +21,8 @@ CHUNK = 128
 """Tokens whose logits exist at a time: of two models with a vocabulary of 152k that is 160 MB."""
 _NORMS = {"q_proj": "input_layernorm", "k_proj": "input_layernorm", "v_proj": "input_layernorm",
           "gate_proj": "post_attention_layernorm", "up_proj": "post_attention_layernorm"}  # fmt: skip
-_BEFORE = {"o_proj": "v_proj", "down_proj": "up_proj"}
-"""Whose outputs are the inputs of these, element by element; AWQ moves scales across."""
+_AFTER = {"v_proj": "o_proj", "up_proj": "down_proj"}
+"""Whose inputs are the outputs of these, element by element; AWQ moves scales across."""
 
 
 @dataclass(frozen=True)
@@ -44,32 +44,32 @@ def weight_errors(base: Checkpoint, quantized: Checkpoint, device: str = "cpu") 
     """‖Ŵ − W‖ / ‖W‖ (Frobenius) of each projection: kind -> one number a layer, in order.
 
     A norm whose weights differ tells which scales AWQ moved from it into the layer behind it; they are taken out of Ŵ
-    again. Scales moved from v into o, or from up into down, leave no such trace: the rows of v or up are then fitted
-    to the base's by least squares, which hides less than one part in a thousand of their error.
+    again. Scales moved from v into o, or from up into down, leave no such trace: the rows of v or up then get
+    the length of the base's, which changes the error by about one part in a hundred.
     """
     ours, theirs = Weights(base.folder), Weights(quantized.folder)
     modules = list(dict.fromkeys(m for m, _ in map(projection, ours) if m))
     norms = [n for n in ours if n.endswith(("input_layernorm.weight", "post_attention_layernorm.weight"))]
     folded = any(not torch.equal(ours[n].float(), theirs[n].float()) for n in norms)
     errors: dict[str, list[float]] = {kind: [] for kind in PROJECTIONS}
-    rows: dict[str, Tensor] = {}  # module -> the scale of each output, 1 unless something was moved
-    for module in sorted(modules, key=lambda m: m.endswith(tuple(_BEFORE))):  # v before o, up before down
+    rows: dict[str, Tensor] = {}  # o or down -> what each output of the layer before it was multiplied by
+    for module in sorted(modules, key=lambda m: m.endswith(tuple(_AFTER.values()))):  # v before o, up before down
         parent, _, kind = module.rpartition(".")
         weight = ours[f"{module}.weight"].to(device, torch.float32)
         format_, stored = stored_projection(theirs, module, quantized.quantization)
         dense = format_.dequantize({k: t.to(device) for k, t in stored.items()}, torch.float32)
         if folded and kind in _NORMS:
             norm = f"{parent.rpartition('.')[0]}.{_NORMS[kind]}.weight"
-            before, after = ours[norm].to(device, torch.float32), theirs[norm].to(device, torch.float32)
-            dense = dense * torch.where(before == 0, 1, after / before)
-        if folded and kind in _BEFORE.values():
-            product = (weight * dense).sum(1)
-            rows[module] = torch.where(product == 0, 1, product / (weight * weight).sum(1).clamp(min=1e-30))
-            dense = dense / rows[module].unsqueeze(1)
-        if folded and kind in _BEFORE:
-            scale = rows[f"{parent}.{_BEFORE[kind]}"]
-            if len(scale) == dense.shape[1]:  # with grouped-query attention v has fewer outputs: nothing was moved
-                dense = dense * scale
+            clean, moved = ours[norm].to(device, torch.float32), theirs[norm].to(device, torch.float32)
+            dense = dense * torch.where(clean == 0, 1, moved / clean)
+        after = f"{parent}.{_AFTER[kind]}.weight" if kind in _AFTER else ""
+        if folded and after and ours.shape(after)[1] == len(weight):  # v has fewer outputs with grouped queries
+            lengths = dense.norm(dim=1), weight.norm(dim=1)
+            r = torch.where(lengths[0] * lengths[1] == 0, 1, lengths[0] / lengths[1])
+            rows[f"{parent}.{_AFTER[kind]}"] = r
+            dense = dense / r.unsqueeze(1)
+        if module in rows:
+            dense = dense * rows[module]
         errors[kind].append(((dense - weight).norm() / weight.norm()).item())
     return errors
 
