@@ -137,8 +137,8 @@ def _progress(layers: int, say: Say) -> Any:
 
         def on_sequential_epoch_end(self, state: Any, event: Any, modules: Any, **kwargs: Any) -> None:
             nonlocal done
-            done += 1
-            if done <= layers:  # the part after the last layer has nothing to quantize
+            if any(hasattr(m, "quantization_scheme") for m in modules):  # embeddings and norms come by themselves
+                done += 1
                 taken = time.perf_counter() - started
                 left = taken / done * (layers - done)
                 say(f"layer {done} of {layers}, {_clock(taken)} so far, {_clock(left)} left")

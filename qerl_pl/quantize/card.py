@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_pl.evaluation_plot import BASE, GREY, POLICY
-from qerl_pl.evaluation_table import markdown
+from qerl_pl.evaluation_table import markdown, percent
 
 ALGORITHM = {
     "awq": "AWQ (arXiv 2306.00978) by llm-compressor, weights then rounded to nearest",
@@ -37,7 +37,7 @@ def summary(quality: Mapping[str, Any]) -> str:
         lines.append(["entropy, own samples at T = 1, nats (95 %)", *cells])
     for name, task in quality.get("tasks", {}).items():
         cells = [f"{100 * task[k]['value']:.1f} %" for k in ("a", "b")]
-        lines.append([f"{name}, pass@1", *cells, interval(task["difference"], sign="+")])
+        lines.append([f"{name}, pass@1", *cells, percent(task["difference"], "+")])
     kinds = quality["weight_error"]
     errors = [["relative error", *kinds], ["‖Ŵ − W‖ / ‖W‖", *(f"{100 * e['mean']:.2f} %" for e in kinds.values())]]
     return f"{markdown(lines)}\n\n{markdown(errors)}"
@@ -57,8 +57,8 @@ def report(made: Mapping[str, Any], quality: Mapping[str, Any]) -> str:
     return f"# {made['format']} of {made['model']}\n\n{summary(quality)}\n\n{how(made, quality)}\n"
 
 
-def card(made: Mapping[str, Any], quality: Mapping[str, Any]) -> str:
-    """The model card of a folder made by ``quantize``."""
+def card(made: Mapping[str, Any], quality: Mapping[str, Any] | None) -> str:
+    """The model card of a folder made by ``quantize``; without ``quality`` while there is no report."""
     calibration, sizes = made["calibration"], made["bytes"]
     lines = [["what", "value"]]
     lines.append(["base model", made["model"]])
@@ -78,10 +78,11 @@ def card(made: Mapping[str, Any], quality: Mapping[str, Any]) -> str:
     warned = "".join(f"\n- llm-compressor: {text}" for text in made["warnings"])
     head = f"---\nbase_model: {made['model']}\ntags: [quantized, {made['format']}, qerl-pl]\n---\n"
     use = f"qerl-pl fit --model.model {made['output']} --model.quantization {made['format']}"
-    return (
-        f"{head}# {made['model']} in {made['format']}\n\n{markdown(lines)}\n{warned}\n\n"
-        f"```bash\n{use}\n```\n\n## Quality\n{summary(quality)}\n\n{how(made, quality)}\n"
-    )
+    found = "no report yet: `qerl-pl quantize --report`"
+    if quality is not None:
+        found = f"{summary(quality)}\n\n{how(made, quality)}"
+    title = f"{head}# {made['model']} in {made['format']}"
+    return f"{title}\n\n{markdown(lines)}\n{warned}\n\n```bash\n{use}\n```\n\n## Quality\n{found}\n"
 
 
 def draw(made: Mapping[str, Any], quality: Mapping[str, Any], target: Path) -> None:

@@ -41,6 +41,8 @@ def quantize(args: Sequence[str]) -> None:
             raise ValueError(f"--{name} {getattr(given, name)} must be at least 2")
     if (given.report is None) == (given.output is None):
         raise ValueError("give --output DIR, to quantize, or --report DIR, to report on a checkpoint that is there")
+    if given.task is not None and not given.task.is_file():
+        raise ValueError(f"--task {given.task}: there is no such file; name a config of qerl-pl test")
     FORMATS.load_plugins()
     PROMPTS.load_plugins()
     quantization = FORMATS[given.format]()
@@ -115,13 +117,11 @@ def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args
             "seconds": round(time.perf_counter() - started, 1), "warnings": warnings,
             "command": shlex.join(["qerl-pl", "quantize", *args]), "commit": checkout(), **facts(),
         }  # fmt: skip
-        quality = _assess(given, base, Checkpoint(unfinished, quantization), texts, unfinished)
-        _write(unfinished, made, quality)
-        (unfinished / "README.md").write_text(card.card(made, quality))
+        _write(unfinished, made, None)
         unfinished.rename(output)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    print(card.report(made, quality) + f"\n{output}")
+    _finish(given, base, Checkpoint(output, quantization), texts, made)
 
 
 def _report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) -> None:
@@ -142,10 +142,9 @@ def _report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat)
     held = texts.held_out(given)
     if not same:
         held["why"] = "whether the checkpoint was calibrated on them is not known"
-    said = {"model": given.model, "format": given.format, "algorithm": made.get("algorithm", "not known")}
-    quality = _assess(given, base, Checkpoint(given.report, quantization), texts, given.report)
-    _write(given.report, (made or said) | {"held_out": held}, quality)
-    print(card.report(said | {"held_out": held}, quality) + f"\n{earlier}")
+    if not made:
+        made = {"model": given.model, "format": given.format, "algorithm": "not known"}
+    _finish(given, base, Checkpoint(given.report, quantization), texts, made | {"held_out": held})
 
 
 def check_model(name: str, folder: Path, quantization: QuantFormat) -> tuple[int, int]:
@@ -223,17 +222,17 @@ def _texts(given: argparse.Namespace, base: Path, calibrated: bool) -> _Texts:
     return _Texts(sequences, fitting[: given.sample_prompts])
 
 
-def _assess(
-    given: argparse.Namespace, base: Path, quantized: Checkpoint, texts: _Texts, folder: Path
-) -> dict[str, Any]:
-    device = "cuda" if _device() != "the CPU" else "cpu"
-    held = texts.sequences["held_out"].tokens
-    quality = assess(
-        unquantized(base), quantized, held, texts.prompts, given.sample_tokens, given.seed, device, _say
-    )  # fmt: skip
+def _finish(
+    given: argparse.Namespace, base: Path, quantized: Checkpoint, texts: _Texts, made: Mapping[str, Any]
+) -> None:
+    """The report into the folder of the checkpoint, and onto the console."""
+    device = "cpu" if _device() == "the CPU" else "cuda"
+    held, tokens = texts.sequences["held_out"].tokens, given.sample_tokens
+    quality = assess(unquantized(base), quantized, held, texts.prompts, tokens, given.seed, device, _say)
     if given.task is not None:
-        quality["tasks"] = _tasks(given, base, quantized.folder, folder)
-    return quality
+        quality["tasks"] = _tasks(given, base, quantized.folder, quantized.folder)
+    _write(quantized.folder, made, quality)
+    print(card.report(made, quality) + f"\n{quantized.folder}")
 
 
 def _tasks(given: argparse.Namespace, base: Path, quantized: Path, folder: Path) -> dict[str, Any]:
@@ -250,15 +249,21 @@ def _tasks(given: argparse.Namespace, base: Path, quantized: Path, folder: Path)
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             found = list(Path(runs).rglob("results/test.json"))
             if done.returncode or len(found) != 1:
-                raise ValueError(f"--task {given.task}: qerl-pl test failed: {done.stdout.strip().splitlines()[-1:]}")
+                said = done.stdout.strip().splitlines()
+                raise ValueError(f"--task {given.task}: qerl-pl test failed: {said[-1] if said else done.returncode}")
             shutil.copy(found[0], folder / "task" / f"{name}.json")
     first, second = (read(folder / "task" / f"{name}.json") for name in ("base", "quantized"))
     return {name: asdict(difference) for name, difference in compare(first, second).items()}
 
 
-def _write(folder: Path, made: Mapping[str, Any], quality: Mapping[str, Any]) -> None:
+def _write(folder: Path, made: Mapping[str, Any], quality: Mapping[str, Any] | None) -> None:
+    """quality.json, the card of a checkpoint of ours, and with ``quality`` its table and picture."""
     both = {"made": made, "quality": quality}
     (folder / "quality.json").write_text(json.dumps(both, indent=1, ensure_ascii=False) + "\n")
+    if "command" in made:
+        (folder / "README.md").write_text(card.card(made, quality))
+    if quality is None:
+        return
     (folder / "quality.md").write_text(card.report(made, quality))
     try:
         card.draw(made, quality, folder / "quality.png")
