@@ -95,12 +95,10 @@ def is_projection(module: str) -> bool:
     return projection(module) == (module, "")
 
 
-def projection(tensor: str) -> tuple[str, str]:
-    """The projection that a tensor of a checkpoint belongs to, and what it is there (its name may have dots); "" if to
-    none.
-    """
+def projection(tensor: str) -> tuple[str, str] | None:
+    """The projection that a tensor of a checkpoint belongs to, and its name there, which may have dots."""
     found = _PROJECTION.fullmatch(tensor)
-    return ("", "") if found is None else (found[1], found[2] or "")
+    return None if found is None else (found[1], found[2] or "")
 
 
 def prepare(model: str, quantization: QuantFormat, cache: Path | None = None) -> Path:
@@ -144,7 +142,7 @@ def prepare(model: str, quantization: QuantFormat, cache: Path | None = None) ->
 
 
 def stored_as(config: Mapping[str, Any] | None) -> str:
-    """What of a ``quantization_config`` decides how stored tensors are read, in words: two of the same are compatible."""
+    """What of a ``quantization_config`` decides how tensors are read, in words; compared, and shown in errors."""
     if config is None:
         return "unquantized weights"
     if config.get("quant_method") == "bitsandbytes":

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qerl_pl.fused import swiglu, swiglu_backward
 from registry.quantization import QuantFormat
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Weight(Protocol):
@@ -153,13 +153,17 @@ class PackedLinear(FrozenLinear):
         super().__init__((int(rows), int(columns)), bias)
         self.quantization = quantization
         self._dtypes: dict[str, torch.dtype] = {}
+        self._described_by = {name: stored[name].cpu() for name in quantization.described_by}
         for name, tensor in stored.items():
+            if name in self._described_by:
+                continue
             self._dtypes[name] = tensor.dtype
             self.register_buffer(_buffer(name), tensor.contiguous().view(_BITS[tensor.itemsize]), persistent=False)
 
     def stored(self) -> dict[str, Tensor]:
         """The stored tensors, as in the checkpoint."""
-        return {name: getattr(self, _buffer(name)).view(dtype) for name, dtype in self._dtypes.items()}
+        packed = {name: getattr(self, _buffer(name)).view(dtype) for name, dtype in self._dtypes.items()}
+        return packed | self._described_by
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         return self.quantization.dequantize(self.stored(), dtype)

@@ -108,6 +108,9 @@ class RandomTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._layout[name][0]
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self._layout[name][1]
+
     def get_tensor(self, name: str) -> Tensor:
         """The tensor in its stored dtype, on the GPU if there is one."""
         shape, dtype = self._layout[name]

@@ -48,7 +48,9 @@ def test_help_is_light():
 def test_options_are_checked(tmp_path):
     with pytest.raises(ValueError, match="there is no 'rolout'; choose from rollout, train"):
         bench(["rolout"])
-    with pytest.raises(ValueError, match="--format: unknown nvfp5; choose from bf16, nvfp4"):
+    with pytest.raises(
+        ValueError, match="--format: unknown nvfp5; choose from bf16, fp8, int4, int8, mxfp4, nf4, nvfp4"
+    ):
         bench(["rollout", "--format", "nvfp5"])
     with pytest.raises(ValueError, match="--variant: unknown theirs; choose from ours, shared, peft-bf16"):
         bench(["train", "--variant", "ours,theirs"])
@@ -150,7 +152,7 @@ def test_sync(engine, tmp_path):
     bench(["sync", *arguments, "--output", str(output)])
     rows = read(output)
     assert keys(rows, "phase", "variant", "error") == [(p, engine, None) for p in ("adapter", "noise", "both")]
-    sizes = 4 * 2 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 192))  # rank, layers, in + out of each projection
+    sizes = 4 * 2 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256))  # rank, layers, in + out of each projection
     assert {row["adapter_parameters"] for row in rows} == {sizes}
     assert {row["norms"] for row in rows} == {4}
 

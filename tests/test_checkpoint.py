@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_pl.checkpoint import Weights, prepare, resolve, stored_projection
+from qerl_pl.checkpoint import Weights, is_projection, prepare, projection, resolve, stored_projection
 from qerl_pl.model import build_model
 from qerl_pl.packed import PackedLinear
 from registry.quantization import BF16, NVFP4
@@ -60,6 +60,24 @@ def test_what_is_no_model(tmp_path):
     with pytest.raises(ValueError, match=r"there is no folder 'qwen', and it is no hub name \(owner/name\)"):
         resolve("qwen")
     assert (resolve("tiny") / "model.safetensors").is_file()
+
+
+def test_names_of_projections():
+    assert projection("model.layers.3.mlp.up_proj.weight_scale") == ("model.layers.3.mlp.up_proj", "weight_scale")
+    assert projection("model.layers.0.self_attn.q_proj.weight.absmax") == (
+        "model.layers.0.self_attn.q_proj",
+        "weight.absmax",
+    )
+    assert projection("model.layers.0.self_attn.q_proj") == ("model.layers.0.self_attn.q_proj", "")
+    for other in (
+        "",
+        "lm_head.weight",
+        "model.layers.0.input_layernorm.weight",
+        "q_proj.weight",
+        "model.layers.0.q_projs",
+    ):
+        assert projection(other) is None and not is_projection(other)
+    assert is_projection("model.layers.0.mlp.down_proj") and not is_projection("model.layers.0.mlp.down_proj.weight")
 
 
 def test_a_missing_tensor_is_named(tmp_path):

@@ -12,9 +12,9 @@ import yaml
 
 from qerl_pl.engine import ENGINES
 from qerl_pl.lightning_cli import QeRLCLI
-from registry.noise import Exponential
+from registry.noise import Exponential, NoNoise
 from registry.prompts import BigMath, GSM8KProblems
-from registry.quantization import NVFP4
+from registry.quantization import FORMATS, NVFP4
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 PAPER = {  # model, G, μ, longest completion, clip range (paper §4.1 and its scripts)
@@ -109,6 +109,16 @@ def test_the_baseline_differs_in_format_rate_and_noise(
     assert baseline["model.quantization.class_path"] == "registry.quantization.bf16.BF16"
     assert baseline["model.optimizer.init_args.lr"] == 5e-6
     assert baseline["model.noise.class_path"] == "registry.noise.schedules.NoNoise"
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"nvfp4"}))
+def test_every_other_format_has_a_sub_config(name: str, bitsandbytes: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """NF4 is the paper's QLoRA: NVFP4's rate, no noise. The rest keeps all that the recipe says."""
+    cli, ours = read("grpo_7b.yaml", f"formats/{name}.yaml"), read("grpo_7b.yaml")
+    assert type(cli.model.quantization) is FORMATS[name]
+    rates = [c.model.make_optimizer([torch.nn.Parameter(torch.zeros(4))]).param_groups[0]["lr"] for c in (cli, ours)]
+    assert (rates[0] == rates[1] == 1e-5) == (name != "bf16")
+    assert isinstance(cli.model.noise, NoNoise if name in ("bf16", "nf4") else Exponential)
 
 
 def test_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

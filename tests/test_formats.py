@@ -82,14 +82,15 @@ def test_dense_weights_are_those_of_compressed_tensors(format_: QuantFormat) -> 
     assert torch.equal(exact, theirs.float())
 
 
-@pytest.mark.parametrize(
-    ("format_", "preset"), [(MXFP4(), "MXFP4A16"), (Int4(), "W4A16"), (Int8(128), "W8A16")], ids=["mxfp4", "int4", "int8"]
-)
+PRESETS = [(MXFP4(), "MXFP4A16"), (Int4(), "W4A16"), (Int8(128), "W8A16"), (Int8(), "INT8"), (FP8(), "FP8_DYNAMIC")]
+
+
+@pytest.mark.parametrize(("format_", "preset"), PRESETS, ids=[preset for _, preset in PRESETS])
 def test_config_is_that_of_the_preset(format_: QuantFormat, preset: str) -> None:
     ours = scheme(format_).weights
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 
-    theirs = preset_name_to_scheme(preset, targets=["Linear"]).weights
+    theirs = preset_name_to_scheme(preset, targets=["Linear"]).weights  # of the last two, without their activations
     assert ours.model_dump(exclude={"observer"}) == theirs.model_dump(exclude={"observer"})
 
 

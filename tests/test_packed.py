@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from qerl_pl.packed import PackedLinear
-from registry.quantization import BF16, NVFP4
+from registry.quantization import BF16, FP8, MXFP4, NF4, NVFP4, Int4, Int8
 
 
 def pair(format_, out=96, inner=64, dtype=torch.float32, bias=True):
@@ -23,7 +23,7 @@ def pair(format_, out=96, inner=64, dtype=torch.float32, bias=True):
     return packed, dense
 
 
-@pytest.mark.parametrize("format_", [NVFP4(), BF16()])
+@pytest.mark.parametrize("format_", [NVFP4(), BF16(), MXFP4(), NF4(), Int4(32), Int8(), FP8()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_forward_and_gradient_are_those_of_a_linear(format_, dtype):
     packed, dense = pair(format_, dtype=dtype)
@@ -34,6 +34,14 @@ def test_forward_and_gradient_are_those_of_a_linear(format_, dtype):
     rounding = {"atol": 0.05, "rtol": 0.02} if dtype == torch.bfloat16 else {}  # the bias is added after rounding
     torch.testing.assert_close(packed(x), dense(x), **rounding)
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("format_", [NF4(), Int4(32)])
+def test_what_python_reads_stays_on_the_cpu(format_):
+    packed, _ = pair(format_)
+    devices = {name: tensor.device.type for name, tensor in packed.to("meta").stored().items()}
+    assert devices.keys() == format_.layout(96, 64).keys()
+    assert {name for name, where in devices.items() if where == "cpu"} == format_.described_by != set()
 
 
 def test_gradient_by_finite_differences():

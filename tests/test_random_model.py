@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from qerl_pl import random_model
-from qerl_pl.checkpoint import Weights, prepare, resolve
+from qerl_pl.checkpoint import Weights, prepare, resolve, stored_projection
 from qerl_pl.engine import EngineSpec, TransformersEngine, VLLMEngine
 from qerl_pl.engine.base import stop_tokens
 from qerl_pl.model import build_model
 from qerl_pl.policy import Policy
 from qerl_pl.types import Sampling
-from registry.quantization import BF16, NVFP4, QuantFormat
+from registry.quantization import BF16, FORMATS, NF4, NVFP4, Int4, QuantFormat
 from tests.reference import TARGETS, dequantize_nvfp4
 
 
@@ -105,7 +105,34 @@ def test_a_stale_folder_is_an_error(tmp_path):
 PROMPTS = [[5, 17, 90], [3, 4, 5, 6, 7, 8, 9, 10]]
 
 
-@pytest.mark.parametrize("quantization", [BF16(), NVFP4()], ids=["bf16", "nvfp4"])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("bf16", "nvfp4")])
+def test_numbers_of_other_formats(name, tmp_path):
+    weights = Weights(prepare("random:tiny-test", FORMATS[name](), tmp_path))
+    for module, shape in (("self_attn.k_proj", (64, 128)), ("mlp.down_proj", (128, 256))):
+        format_, stored = stored_projection(weights, f"model.layers.1.{module}", FORMATS[name]())
+        assert isinstance(format_, FORMATS[name])
+        assert {key: (tuple(t.shape), t.dtype) for key, t in stored.items()} == format_.layout(*shape)
+        dense = format_.dequantize(stored, torch.float32)
+        assert dense.shape == shape
+        assert dense.std().item() == pytest.approx(0.02, rel=0.1)  # of a few dozen scales
+        assert abs(dense.mean().item()) < 0.003  # int4 and int8 have one more negative code
+        (again,) = format_.quantize([dense])
+        for key in stored.keys() & {"weight_shape", "weight.quant_map", "weight.quant_state.bitsandbytes__nf4"}:
+            assert torch.equal(again[key], stored[key])
+
+
+def test_settings_of_a_format_are_not_remembered(tmp_path):
+    with pytest.raises(ValueError, match="random:tiny-test needs int4 as it is by default"):
+        prepare("random:tiny-test", Int4(32), tmp_path)
+
+
+def test_a_shape_that_the_format_cannot_hold(tmp_path, monkeypatch):
+    monkeypatch.setitem(random_model.SHAPES, "odd", random_model.SHAPES["tiny-test"] | {"intermediate_size": 192})
+    with pytest.raises(ValueError, match=r"random:odd: mlp.down_proj: input dimension 192 is not a multiple of 128"):
+        prepare("random:odd", Int4(), tmp_path)
+
+
+@pytest.mark.parametrize("quantization", [BF16(), NVFP4(), NF4()], ids=["bf16", "nvfp4", "nf4"])
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_engines_sample_from_the_trainers_numbers(quantization, engine, tmp_path):
     if engine == "vllm" and (find_spec("vllm") is None or torch.cuda.is_available()):

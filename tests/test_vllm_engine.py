@@ -346,6 +346,14 @@ def test_a_second_start_does_nothing(case: Case) -> None:
     assert case.engine._llm is running
 
 
+def test_model_bytes(case: Case) -> None:
+    numbers = {name: t.numel() for name, t in [*case.dense.items(), *case.reference.lora.items()]}
+    packed = sum(n for name, n in numbers.items() if name.endswith("_proj.weight"))  # by the CPU build, out of sight
+    everything = sum(numbers.values())
+    # the vocabulary is padded, and there is a table of rotations
+    assert 4 * (everything - packed) <= case.engine.model_bytes() < 1.2 * 4 * everything
+
+
 @pytest.mark.parametrize(
     ("config", "quantization"),
     [

@@ -1,4 +1,4 @@
-"""How the base reaches vLLM: packed, for kernels of its own, or dense, in the numbers that the trainer computes with."""
+"""How the base reaches vLLM: packed, for its own kernels, or dense, in the numbers that the trainer computes with."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ from qerl_pl.checkpoint import Weights, projection, stored_projection
 from qerl_pl.engine.base import EngineSpec
 from qerl_pl.random_model import is_random
 
-_LOADERS = "vllm.model_executor.model_loader"
+_LOADERS, _NAME = "vllm.model_executor.model_loader", "qerl_pl"
 
 
 def load_settings(spec: EngineSpec, dense: bool) -> dict[str, Any]:
@@ -20,40 +20,36 @@ def load_settings(spec: EngineSpec, dense: bool) -> dict[str, Any]:
     With ``dense`` vLLM is told of no quantization and gets dense weights: no format needs a kernel there, and those
     that vLLM computes as one are the trainer's, part by part.
     """
-    kind = None if dense else _kind(spec)
-    if kind == "bitsandbytes":
+    if not dense and _library(spec) == "bitsandbytes":
         _register(_bitsandbytes_loader(spec), "bitsandbytes")  # vLLM chooses it by this name
         return {}
-    if dense:
-        _register(_loader(spec, dense), "qerl_pl")
-        return {"load_format": "qerl_pl", "hf_overrides": {"quantization_config": None}}
-    if is_random(spec.folder):
-        _register(_loader(spec, dense), "qerl_pl")
-        return {"load_format": "qerl_pl"}
-    return {}
+    if not dense and not is_random(spec.folder):
+        return {}
+    _register(_loader(spec, dense), _NAME)
+    return {"load_format": _NAME} | ({"hf_overrides": {"quantization_config": None}} if dense else {})
 
 
-def _kind(spec: EngineSpec) -> str | None:
-    """The library whose checkpoints vLLM reads in this format; None for unquantized ones."""
+def _library(spec: EngineSpec) -> str | None:
+    """Whose checkpoints vLLM reads in this format; None for unquantized ones."""
     config = spec.quantization.config
-    method = None if config is None else str(config["quant_method"])
+    library = None if config is None else str(config["quant_method"])
     instead = (
         "set engine.dense: true (the engine then samples from dense weights and takes the memory of bf16), another "
         "quantization (nvfp4, mxfp4, int4, int8, fp8), or engine: transformers"
     )
-    if method == "bitsandbytes" and find_spec(f"{_LOADERS}.bitsandbytes_loader") is None:
+    if library == "bitsandbytes" and find_spec(f"{_LOADERS}.bitsandbytes_loader") is None:
         raise ValueError(f"quantization: nf4 is bitsandbytes', which this release of vLLM no longer has; {instead}")
-    if method not in (None, "compressed-tensors", "bitsandbytes"):
+    if library not in (None, "compressed-tensors", "bitsandbytes"):
         raise ValueError(f"quantization: vLLM has no kernel for {type(spec.quantization).__name__}; {instead}")
-    return method
+    return library
 
 
 def tensors(spec: EngineSpec, dense: bool) -> Iterator[tuple[str, Tensor]]:
     """The checkpoint by name; with ``dense`` each projection as one weight in the dtype of the arithmetic."""
     weights, seen = Weights(spec.folder), set()
     for name in weights:
-        module, key = projection(name)
-        if not dense or not module or key == "bias":
+        module, key = projection(name) or ("", "bias")
+        if not dense or key == "bias":
             yield name, weights[name]
         elif module not in seen:
             seen.add(module)

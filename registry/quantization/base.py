@@ -21,6 +21,8 @@ class QuantFormat(ABC):
     """The input dimension of a weight must be a multiple of this."""
     bits_per_weight: float
     """Stored bits for one weight, scales of groups included."""
+    described_by: frozenset[str] = frozenset()
+    """Stored tensors that Python reads: they stay in the CPU's memory, as a GPU would have to be waited for."""
 
     @property
     @abstractmethod

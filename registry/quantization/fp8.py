@@ -1,4 +1,4 @@
-"""FP8: E4M3 weights with one scale for each output, weights alone (the compressed-tensors layout ``float-quantized``)."""
+"""FP8: E4M3 weights with one scale for each output (the compressed-tensors layout ``float-quantized``)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,9 +36,7 @@ class FP8(QuantFormat):
     def quantize(self, weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         scales = [(largest(w, 1) / E4M3_MAX).bfloat16() for w in weights]
         codes = [steps(w, s).clamp(-E4M3_MAX, E4M3_MAX) for w, s in zip(weights, scales, strict=True)]
-        return [
-            {"weight": c.to(torch.float8_e4m3fn), "weight_scale": s} for c, s in zip(codes, scales, strict=True)
-        ]
+        return [{"weight": c.to(torch.float8_e4m3fn), "weight_scale": s} for c, s in zip(codes, scales, strict=True)]
 
     def dequantize(self, stored: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         codes = stored["weight"]

@@ -28,6 +28,7 @@ class Integer(QuantFormat):
     """
 
     bits: ClassVar[int]
+    described_by = frozenset(["weight_shape"])
 
     def __init__(self, group_size: int | None) -> None:
         if group_size is not None and (group_size < 1 or group_size % (32 // self.bits)):

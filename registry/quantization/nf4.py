@@ -32,6 +32,7 @@ class NF4(QuantFormat):
 
     group_size = 64
     bits_per_weight = 4.5
+    described_by = frozenset([_STATE])
 
     @property
     def config(self) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = (*E2M1, *(-v for v in E2M1))
 """Of the 16 codes."""
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-_AT_ONCE = 1 << 24  # numbers
+_AT_ONCE = 1 << 23  # numbers
 
 
 def round_to_e2m1(x: Tensor) -> Tensor:
@@ -47,15 +47,15 @@ def nibbles(packed: Tensor, values: tuple[float, ...], high_first: bool = False)
 def scaled(numbers: Callable[[slice], Tensor], scales: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """The dense weight [out, columns] from FP32 scales [out, groups], in FP32 and rounded once to ``dtype``.
 
-    ``numbers`` gives the FP32 codes of some rows. Not of all at once: beside a large layer in BF16 there is no room for
-    several temporaries in FP32.
+    ``numbers`` gives the codes of some rows in a new FP32 tensor. Not of all at once: beside a large layer in BF16
+    there is no room for several temporaries in FP32.
     """
     rows, groups = scales.shape
     dense = torch.empty(rows, columns, dtype=dtype, device=scales.device)
     step = max(1, _AT_ONCE // columns)
     for part in (slice(first, first + step) for first in range(0, rows, step)):
         code = numbers(part).view(-1, groups, columns // groups)
-        dense[part] = (code * scales[part].unsqueeze(-1)).view(-1, columns)
+        dense[part] = code.mul_(scales[part].unsqueeze(-1)).view(-1, columns)
     return dense
 
 
