@@ -14,7 +14,7 @@ from qerl_pl.quantize import command
 from qerl_pl.quantize.calibrated import calibrate
 from qerl_pl.quantize.quality import Checkpoint, unquantized, weight_errors
 from qerl_pl.types import Sampling
-from registry.quantization import NVFP4
+from registry.quantization import NVFP4, Int4
 from tests.quantized import (
     PROJECTIONS,
     TINY,
@@ -175,6 +175,15 @@ def test_formats_need_no_code_in_the_command(name, texts, tmp_path):
 
 def errors(folder, quantization):
     return weight_errors(unquantized(TINY), Checkpoint(folder, quantization))
+
+
+def test_int4_in_groups_of_32(texts, tmp_path, monkeypatch):
+    more = {"format": "int4", "group_size": 32, "algorithm": "awq", "num_samples": 4, "sample_prompts": 0}
+    run(arguments(texts, output=tmp_path / "out", **more), monkeypatch)
+    assert prepare(str(tmp_path / "out"), Int4(32)) == tmp_path / "out"
+    assert (
+        "--model.quantization int4 --model.quantization.group_size 32\n" in (tmp_path / "out" / "README.md").read_text()
+    )
 
 
 def test_a_format_beyond_compressed_tensors_is_rounded(texts, tmp_path, monkeypatch):

@@ -80,6 +80,7 @@ def _model(tmp_path, **changed):
     ("changed", "expected"),
     [
         ({"format": "nvpf4"}, "unknown quantization format 'nvpf4'. Did you mean 'nvfp4'?"),
+        ({"group_size": 32}, "--group_size 32: nvfp4 leaves no choice; remove it"),
         ({"format": "bf16"}, "--format bf16 is no quantization"),
         ({"format": "nf4", "algorithm": "awq"}, "compressed-tensors, and nf4 is none; use --algorithm rtn"),
         ({"algorithm": "gtpq"}, "unknown algorithm 'gtpq'. Did you mean 'gptq'?"),

@@ -114,14 +114,14 @@ def check_stored(folder: Path, target: Path, quantization: QuantFormat, written:
     weights, base = Weights(target), Weights(folder)
     found: dict[str, dict[str, Any]] = {}
     for name in weights:
-        module, key = projection(name)
-        if module and key != "bias":
+        module, key = projection(name) or ("", "")
+        if key not in ("", "bias"):
             found.setdefault(module, {})[key] = weights[name]
     for module, stored in found.items():
         layout = quantization.layout(*base[f"{module}.weight"].shape)
         assert {k: (tuple(t.shape), t.dtype) for k, t in stored.items()} == layout, (module, layout)
-    kept = {n for n in base if projection(n)[1] in ("", "bias")}
-    assert kept == {n for n in weights if projection(n)[1] in ("", "bias")}, "tensors were lost or made up"
+    kept = [{n for n in w if (projection(n) or ("", "bias"))[1] == "bias"} for w in (base, weights)]
+    assert kept[0] == kept[1], "tensors were lost or made up"
 
 
 def _progress(layers: int, say: Say) -> Any:

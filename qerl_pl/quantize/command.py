@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import inspect
 import json
 import math
 import shlex
@@ -45,7 +46,7 @@ def quantize(args: Sequence[str]) -> None:
         raise ValueError(f"--task {given.task}: there is no such file; name a config of qerl-pl test")
     FORMATS.load_plugins()
     PROMPTS.load_plugins()
-    quantization = FORMATS[given.format]()
+    quantization = _format(given.format, given.group_size)
     base = resolve(given.model)
     if given.report is not None:
         _report_on(given, base, quantization)
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help="BF16 model: a folder, a name on the hub, or tiny")
     add("--format", default="nvfp4", help="a weight format; default: nvfp4")
+    add("--group_size", type=int, help="weights that share a scale, for formats that have a choice (int4, int8)")
     add("--algorithm", default="awq", help="awq (default), gptq, or rtn: rounding to nearest, without calibration")
     add("--output", type=Path, help="folder of the checkpoint; must not be there")
     add("--report", type=Path, help="only report: an existing checkpoint of --format, beside its base --model")
@@ -76,6 +78,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--task", type=Path, help="also pass@1 of both: a config of qerl-pl test, such as configs/gsm8k_0.5b.yaml")
     add("--seed", type=int, default=0, help="of the order of texts, and of samples; default: 0")
     return parser
+
+
+def _format(name: str, group_size: int | None) -> QuantFormat:
+    cls = FORMATS[name]
+    if group_size is None:
+        return cls()
+    if "group_size" not in inspect.signature(cls).parameters:
+        raise ValueError(f"--group_size {group_size}: {name} leaves no choice; remove it")
+    return cls(group_size=group_size)  # type: ignore[call-arg]
 
 
 def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args: Sequence[str]) -> None:
@@ -110,8 +121,9 @@ def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args
                 _say(f"llm-compressor: {text}")
         assert prepare(str(unfinished), quantization) == unfinished  # fit takes it as it is
         made = {
-            "model": given.model, "format": given.format, "stored_as": stored_as(quantization.config),
-            "algorithm": given.algorithm, "settings": settings(given.algorithm), "output": str(output),
+            "model": given.model, "format": given.format, "group_size": given.group_size,
+            "stored_as": stored_as(quantization.config), "algorithm": given.algorithm,
+            "settings": settings(given.algorithm), "output": str(output),
             "calibration": texts.calibration(given), "held_out": texts.held_out(given), "seed": given.seed,
             "bytes": {"before": before, "after": sum(f.stat().st_size for f in unfinished.glob("*.safetensors"))},
             "seconds": round(time.perf_counter() - started, 1), "warnings": warnings,
@@ -160,8 +172,8 @@ def check_model(name: str, folder: Path, quantization: QuantFormat) -> tuple[int
     before, after = sum(f.stat().st_size for f in folder.glob("*.safetensors")), 0
     blocks: dict[str, set[str]] = {}
     for tensor in weights:
-        module, key = projection(tensor)
-        if not module or key != "weight":
+        module, key = projection(tensor) or ("", "")
+        if key != "weight":
             after += weights[tensor].nbytes
             continue
         shape = weights.shape(tensor)
@@ -244,6 +256,8 @@ def _tasks(given: argparse.Namespace, base: Path, quantized: Path, folder: Path)
         _say(f"report: {given.task} with the {name} model")
         with tempfile.TemporaryDirectory() as runs:
             chosen = ["--model.model", str(model.absolute()), "--model.quantization", format_, "--adapter", "none"]
+            if name == "quantized" and given.group_size is not None:
+                chosen += ["--model.quantization.group_size", str(given.group_size)]
             place = ["--trainer.logger.save_dir", runs]
             command = [sys.executable, "-m", "qerl_pl", "test", "--config", str(given.task), *chosen, *place]
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -48,7 +48,7 @@ def weight_errors(base: Checkpoint, quantized: Checkpoint, device: str = "cpu") 
     the length of the base's, which changes the error by about one part in a hundred.
     """
     ours, theirs = Weights(base.folder), Weights(quantized.folder)
-    modules = list(dict.fromkeys(m for m, _ in map(projection, ours) if m))
+    modules = list(dict.fromkeys(found[0] for found in map(projection, ours) if found))
     norms = [n for n in ours if n.endswith(("input_layernorm.weight", "post_attention_layernorm.weight"))]
     folded = any(not torch.equal(ours[n].float(), theirs[n].float()) for n in norms)
     errors: dict[str, list[float]] = {kind: [] for kind in PROJECTIONS}
