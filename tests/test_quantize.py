@@ -1,6 +1,7 @@
 """qerl-pl quantize on the embedded model: checkpoints and runs that end early."""
 
 import json
+import shutil
 from importlib.util import find_spec
 
 import pytest
@@ -175,6 +176,19 @@ def test_formats_need_no_code_in_the_command(name, texts, tmp_path):
 
 def errors(folder, quantization):
     return weight_errors(unquantized(TINY), Checkpoint(folder, quantization))
+
+
+def test_a_head_that_is_stored_although_it_is_tied(texts, tmp_path):
+    from safetensors.torch import save_file
+
+    shutil.copytree(TINY, tmp_path / "base")
+    tensors = dict(Weights(TINY))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "out").mkdir()
+    tokens = drawn(texts)["calibration"].tokens[:4]
+    calibrate(tmp_path / "base", NVFP4(), "gptq", tokens, tmp_path / "out", lambda text: None)
+    assert torch.equal(Weights(tmp_path / "out")["model.embed_tokens.weight"], tensors["lm_head.weight"])
 
 
 def test_int4_in_groups_of_32(texts, tmp_path, monkeypatch):

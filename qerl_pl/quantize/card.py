@@ -107,6 +107,7 @@ def draw(made: Mapping[str, Any], quality: Mapping[str, Any], target: Path) -> N
     kl.axvline(held["kl"]["value"], color="#111827", linewidth=0.9)
     kl.set_title(f"KL a token: {held['kl']['value']:.4f}", loc="left", fontweight="bold")
     kl.set_xlabel("nats, mean of a held-out sequence")
+    kl.locator_params(axis="x", nbins=4)
     pairs = {"held-out": {k: {"value": v} for k, v in held["entropy"].items()}}
     if (own := quality.get("sampling_entropy")) is not None:
         pairs["own samples"] = own
@@ -118,7 +119,8 @@ def draw(made: Mapping[str, Any], quality: Mapping[str, Any], target: Path) -> N
             entropy.errorbar(x + shift, e["value"], ends, color="#111827", linewidth=0.9, capsize=2)
     entropy.set_xticks(range(len(pairs)), list(pairs))
     entropy.set_title("entropy, nats", loc="left", fontweight="bold")
-    entropy.legend(frameon=False, fontsize=7)
+    entropy.set_ylim(0, 1.25 * max(e["value"] for pair in pairs.values() for e in (pair["base"], pair["quantized"])))
+    entropy.legend(frameon=False, fontsize=7, ncols=2, loc="upper left")
     for axis in (weights, kl, entropy):
         axis.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(f"{made['model']} · {made['format']} · {made['algorithm']}", fontsize=7, color=GREY)
