@@ -85,6 +85,10 @@ class Weights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._file)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Without reading the tensor."""
+        return tuple(self._file[name].get_slice(name).get_shape())
+
 
 def is_projection(module: str) -> bool:
     """Whether a module of this name carries the packed weights and the adapter."""
@@ -207,12 +211,14 @@ def write(folder: Path, config: dict[str, Any], quantization: QuantFormat, targe
         json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=1)
     )
     (target / "config.json").write_text(json.dumps(config | {"quantization_config": quantization.config}, indent=1))
+    copy_files(folder, target)
+
+
+def copy_files(folder: Path, target: Path) -> None:
+    """Tokenizer, chat template, generation config: all that describes a model beside its tensors."""
     for file in folder.iterdir():
-        if (
-            file.is_file()
-            and file.suffix in (".json", ".jinja", ".model", ".txt")
-            and not (target / file.name).exists()
-        ):
+        described = file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.endswith(".index.json")
+        if file.is_file() and described and not (target / file.name).exists():
             shutil.copy(file, target)
 
 

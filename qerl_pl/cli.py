@@ -17,6 +17,7 @@ commands:
   test        pass@1 on the test prompts; --evaluate_base true: beside the base; --adapter FOLDER or none
   compare     two results of test, paired by problem: qerl-pl compare A.json B.json
   bench       speed and memory by model shape, beside other libraries: qerl-pl bench --help
+  quantize    a calibrated checkpoint (AWQ, GPTQ) and what it did to the model: qerl-pl quantize --help
   verify      score answers, check the golds of your data: qerl-pl verify --help
   demo        train the embedded model on the CPU, in minutes, and show what it learned
 
@@ -31,6 +32,7 @@ LIGHTNING = ("fit", "validate", "test")
 COMMANDS = {
     "compare": ("qerl_pl.comparison", "command"),
     "bench": ("qerl_pl.bench.commands", "bench"),
+    "quantize": ("qerl_pl.quantize.command", "quantize"),
     "verify": ("qerl_pl.verify", "verify"),
     "demo": ("qerl_pl.demo", "demo"),
 }

@@ -45,7 +45,7 @@ class _TokenLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(targets), chunk):
                 part = slice(start, start + chunk)
-                logits = _logits(hidden[part], head)
+                logits = head_logits(hidden[part], head)
                 if bias is not None:
                     logits += bias.float()
                 logits /= temperature
@@ -68,7 +68,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return total.to(pairs[0][0].dtype), None, None, None, None, None, None
 
 
-def _logits(hidden: Tensor, head: Tensor) -> Tensor:  # [n, V] FP32, from exact products of BF16 numbers
+def head_logits(hidden: Tensor, head: Tensor) -> Tensor:  # [n, V] FP32, from exact products of BF16 numbers
     if hidden.is_cuda and hidden.dtype == head.dtype != torch.float32:
         return torch.mm(hidden, head.T, out_dtype=torch.float32)
     return hidden.float() @ head.float().T

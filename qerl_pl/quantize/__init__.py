@@ -1,0 +1,1 @@
+"""``qerl-pl quantize``: calibrated checkpoints, and what quantization did to the model."""

@@ -1,0 +1,161 @@
+"""The texts that a model is calibrated and judged on: whole conversations, laid end to end in equal sequences."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl_pl.chat import DATE
+from qerl_pl.seeds import derive_seed
+from registry.prompts import PROMPTS, Hub
+from registry.prompts.dataset import PROMPT_COLUMNS, read_file
+
+DEFAULT = "open-thoughts/OpenThoughts-114k"
+"""The paper's."""
+RESPONSE_COLUMNS = ("solution", "response", "completion", "output", "answer")
+"""A row's worked solution is preferred to its bare answer."""
+Content = str | list[dict[str, str]]
+"""A text, or the messages of a conversation."""
+_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Tokens of one purpose, and which texts of the shuffled source they came from."""
+
+    tokens: list[list[int]]  # [N][length]
+    texts: tuple[int, int]  # first and one past the last, in the shuffled order
+    used: int  # texts among them, without those that recur
+
+    @property
+    def count(self) -> int:
+        return sum(len(t) for t in self.tokens)
+
+
+class Source:
+    """The texts behind a name: a registered prompt source, a ``.txt`` (texts between empty lines), ``.jsonl``,
+    ``.json`` or ``.parquet`` file, or a data set of the hub (owner/name), in an order that depends on ``seed`` alone.
+
+    A row is ``text``, a conversation (``messages``; ``conversations`` and ``system``), or a prompt with its answer.
+    """
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.name, self.seed = name, seed
+        self.rows = _rows(name)
+        generator = torch.Generator().manual_seed(derive_seed("calibration", seed))
+        self.order = torch.randperm(len(self.rows), generator=generator).tolist()
+
+    def conversations(self) -> Iterator[tuple[int, Content]]:
+        """Position in the shuffled order and content. A text that recurs is left out: it would be on both sides."""
+        seen: set[str] = set()
+        for position, index in enumerate(self.order):
+            content = conversation(self.rows[index], f"row {index} of {self.name}")
+            if (key := str(content)) not in seen:
+                seen.add(key)
+                yield position, content
+
+
+def _rows(name: str) -> Sequence[Mapping[str, Any]]:
+    suffix = Path(name).suffix
+    if suffix == ".txt":
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise ValueError(f"calibration: there is no file {name} (looked in {Path.cwd()}); correct path")
+        return [{"text": t.strip()} for t in path.read_text(encoding="utf-8").split("\n\n") if t.strip()]
+    if suffix in (".jsonl", ".json", ".parquet"):
+        return read_file(name)
+    if name.count("/") == 1 and not name.startswith((".", "~", "/")):
+        rows: Sequence[Mapping[str, Any]] = Hub(name).load()
+        return rows
+    if "/" in name or suffix:
+        raise ValueError(
+            f"calibration: {name!r} is neither a .txt, .jsonl, .json or .parquet file, nor a data set of the hub "
+            "(owner/name), nor a registered prompt source; correct it"
+        )
+    return list(PROMPTS[name]())
+
+
+def conversation(row: Mapping[str, Any], where: str) -> Content:
+    """Plain text, or messages that end with the assistant's."""
+    if isinstance(row.get("text"), str):
+        return str(row["text"])
+    for column in ("messages", "conversations"):
+        if isinstance(row.get(column), Sequence):
+            messages = [_message(m) for m in row[column]]
+            system = row.get("system")
+            if isinstance(system, str) and system and messages[0]["role"] != "system":
+                messages.insert(0, {"role": "system", "content": system})
+            return messages
+    prompt = next((row[c] for c in PROMPT_COLUMNS if row.get(c)), None)
+    response = next((row[c] for c in RESPONSE_COLUMNS if row.get(c) is not None), None)
+    if prompt is None or response is None:
+        raise ValueError(
+            f"calibration: {where} has the columns {', '.join(row)}; give text, messages, or a prompt "
+            f"({', '.join(PROMPT_COLUMNS[:3])}) with its answer ({', '.join(RESPONSE_COLUMNS)})"
+        )
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_message(m) for m in prompt]
+    return [*asked, {"role": "assistant", "content": str(response)}]
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, str]:
+    """As chat templates want it; OpenThoughts and ShareGPT write from and value."""
+    role = str(message.get("role") or message.get("from"))
+    return {"role": _ROLES.get(role, role), "content": str(message.get("content") or message.get("value") or "")}
+
+
+def encode(tokenizer: Any, content: Content, generate: bool = False) -> list[int]:
+    """Token ids of a text, or of a conversation through the model's own template."""
+    if isinstance(content, str):
+        return list(tokenizer(content)["input_ids"])
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "calibration: the model has no chat template for conversations; give plain text (column text, or a .txt "
+            "file), or add chat_template.jinja to its folder"
+        )
+    text = tokenizer.apply_chat_template(
+        content, tokenize=False, add_generation_prompt=generate, strftime_now=DATE.strftime
+    )
+    # The template writes the start token where there is one; the tokenizer must not write another.
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def draw(
+    tokenizer: Any, source: Source, wanted: Mapping[str, tuple[int, int]]
+) -> tuple[dict[str, Sequences], dict[str, list[Content]]]:
+    """For each purpose, in order, so many sequences of so many tokens; and the contents each was made of.
+
+    A sequence starts with the beginning of a text; texts follow one another until it is full, and what is left of the
+    last is dropped. So long texts are truncated, short ones packed, and no text serves two purposes.
+
+    Raises:
+        ValueError: if the source ends before everything is full.
+    """
+    texts = source.conversations()
+    drawn: dict[str, Sequences] = {}
+    used: dict[str, list[Content]] = {}
+    reached = 0
+    for purpose, (count, length) in wanted.items():
+        sequences: list[list[int]] = []
+        contents: list[Content] = []
+        tokens: list[int] = []
+        first = reached
+        while len(sequences) < count:
+            position, content = next(texts, (None, ""))
+            if position is None:
+                have = sum(len(t) for t in sequences) + len(tokens)
+                before = "".join(f", after {s.count:,} tokens for {p}" for p, s in drawn.items())
+                raise ValueError(
+                    f"calibration shorter than asked: {source.name} has {have:,} of {count:,} × {length:,} = "
+                    f"{count * length:,} tokens for {purpose}{before} ({len(source.order):,} rows); lower "
+                    "--num_samples, --held_out or --max_length, or give more text"
+                )
+            reached = position + 1
+            contents.append(content)
+            tokens += encode(tokenizer, content)
+            if len(tokens) >= length:
+                sequences.append(tokens[:length])
+                tokens = []
+        drawn[purpose], used[purpose] = Sequences(sequences, (first, reached), len(contents)), contents
+    return drawn, used

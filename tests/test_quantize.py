@@ -1,0 +1,208 @@
+"""qerl-pl quantize on the embedded model: checkpoints and runs that end early."""
+
+import json
+import shutil
+from importlib.util import find_spec
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qerl_pl.checkpoint import Weights, prepare
+from qerl_pl.engine.base import EngineSpec
+from qerl_pl.model import build_model
+from qerl_pl.quantize import command
+from qerl_pl.quantize.calibrated import calibrate
+from qerl_pl.quantize.quality import Checkpoint, unquantized, weight_errors
+from qerl_pl.types import Sampling
+from registry.quantization import NVFP4, Int4
+from tests.quantized import (
+    PROJECTIONS,
+    TINY,
+    arguments,
+    dense,
+    dense_base,
+    drawn,
+    reference,
+    run,
+)
+
+pytest.importorskip("llmcompressor", reason="needs llm-compressor: pip install 'qerl-pl[quantize]'")
+
+
+@pytest.mark.parametrize("algorithm", ["rtn", "gptq", "awq"])
+def test_a_checkpoint_that_fit_takes_as_it_is(made, algorithm):
+    folder = made[algorithm]
+    assert prepare(str(folder), NVFP4()) == folder
+    weights, base = Weights(folder), Weights(TINY)
+    assert {n.rpartition(".")[0] for n in weights if n.endswith(".weight_packed")} == set(PROJECTIONS)
+    for layer in range(5):
+        block = f"model.layers.{layer}"
+        for group in ([f"self_attn.{p}_proj" for p in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]):
+            assert len({weights[f"{block}.{name}.weight_global_scale"].item() for name in group}) == 1
+    norms = [n for n in base if n.endswith("layernorm.weight")]
+    assert all(torch.equal(weights[n], base[n]) for n in ("model.embed_tokens.weight", "model.norm.weight"))
+    assert [torch.equal(weights[n], base[n]) for n in norms] == [algorithm != "awq"] * 10  # AWQ folds scales into them
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (folder / name).read_bytes() == (TINY / name).read_bytes()
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("quantization_config")["format"] == "nvfp4-pack-quantized"
+    assert config == json.loads((TINY / "config.json").read_text())
+    assert not [f for f in folder.parent.iterdir() if f.name.startswith(".")]
+
+
+@pytest.mark.parametrize("algorithm", ["rtn", "gptq", "awq"])
+def test_everybody_reads_the_same_numbers(made, algorithm):
+    """The trainer, transformers with compressed-tensors, and an FP64 model by the tests' own dequantization."""
+    ids = torch.tensor([AutoTokenizer.from_pretrained(TINY)("Tom has 3 apples and buys 14 more.")["input_ids"]])
+    with torch.no_grad():
+        expected = reference(made[algorithm])(ids).logits
+        ours = build_model(made[algorithm], NVFP4(), torch.float32)(ids).logits
+        theirs = AutoModelForCausalLM.from_pretrained(made[algorithm], dtype=torch.bfloat16)
+        theirs(ids)  # decompresses
+    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=2e-4)
+    for name, value in dense(made[algorithm]).items():
+        assert torch.equal(theirs.get_parameter(name), value.bfloat16()), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None or torch.cuda.is_available(), reason="needs vLLM's CPU build")
+def test_vllm_samples_with_the_folded_norms(made):
+    from qerl_pl.engine.vllm import VLLMEngine
+
+    prompt = AutoTokenizer.from_pretrained(TINY)("Tom has 3 apples and buys 14 more.")["input_ids"]
+    engine = VLLMEngine(max_model_len=128, max_num_seqs=8, kv_cache_gb=0.05)
+    engine.start(EngineSpec(made["awq"], NVFP4(), 8, 8.0, ("q_proj",)))
+    ((completion, *_),) = engine.generate([prompt], Sampling(n=2, max_tokens=12), [3])
+    engine.close()
+    own = completion.token_ids
+    with torch.no_grad():
+        logp = reference(made["awq"])(torch.tensor([[*prompt, *own]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    expected = logp.gather(-1, torch.tensor(own)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
+
+
+def test_rounding_is_what_fit_would_do(made, tmp_path):
+    ours, theirs = Weights(made["rtn"]), Weights(prepare("tiny", NVFP4(), tmp_path))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[n].view(torch.uint8), theirs[n].view(torch.uint8)) for n in ours)
+
+
+def test_calibration_lowers_the_error_of_outputs(made, texts):
+    """‖Y − Ŷ‖ of the first layer's projections behind a norm, on the very texts of the calibration."""
+    chosen = drawn(texts)["calibration"].tokens
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float64)
+    inputs = {}
+    first = model.model.layers[0]
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        getattr(first, name).register_forward_hook(lambda _, __, out, name=name: inputs.update({name: out.detach()}))
+    model(torch.tensor(chosen))
+    base, numbers = dense_base(), {name: dense(folder) for name, folder in made.items()}
+
+    def error(algorithm: str, norm: str, module: str) -> float:
+        folded = numbers[algorithm][f"model.layers.0.{norm}.weight"] / base[f"model.layers.0.{norm}.weight"]
+        seen = numbers[algorithm][f"model.layers.0.{module}.weight"].double() * folded.double()
+        change = seen - base[f"model.layers.0.{module}.weight"].double()
+        return (inputs[norm] @ change.T).norm().item()
+
+    for module in ("q_proj", "k_proj", "v_proj"):
+        rounded = error("rtn", "input_layernorm", f"self_attn.{module}")
+        assert error("gptq", "input_layernorm", f"self_attn.{module}") < 0.9 * rounded, module
+    assert error("gptq", "post_attention_layernorm", "mlp.gate_proj") < error(
+        "rtn", "post_attention_layernorm", "mlp.gate_proj"
+    )
+    # AWQ looks at what comes out of the attention as a whole.
+    outputs = {}
+    first.self_attn.register_forward_hook(lambda _, __, out: outputs.update({"now": out[0].detach()}))
+    model(torch.tensor(chosen))
+    expected, changes = outputs["now"], {}
+    for algorithm, found in numbers.items():
+        with torch.no_grad():
+            for name in ("input_layernorm", *(f"self_attn.{p}_proj" for p in "qkv")):
+                first.get_submodule(name).weight.copy_(found[f"model.layers.0.{name}.weight"])
+        model(torch.tensor(chosen))
+        changes[algorithm] = (outputs["now"] - expected).norm().item()
+    assert changes["awq"] < 0.97 * changes["rtn"], changes
+
+
+def test_free_space_is_computed_to_the_byte_before_anything_starts(made):
+    before, after = command.check_model("tiny", TINY, NVFP4())
+    stored = sum(Weights(made["rtn"])[n].nbytes for n in Weights(made["rtn"]))
+    assert (before, after) == ((TINY / "model.safetensors").stat().st_size, stored)
+
+
+def test_an_interrupted_run_leaves_nothing(texts, tmp_path, monkeypatch):
+    (tmp_path / ".out.unfinished").mkdir()  # of a run that was killed
+    (tmp_path / ".out.unfinished" / "model-00001.safetensors").write_text("half")
+
+    def write(folder, config, quantization, target):
+        assert list(target.iterdir()) == []
+        (target / "model-00001.safetensors").write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "write", write)
+    with pytest.raises(SystemExit) as caught:
+        run(arguments(texts, output=tmp_path / "out"), monkeypatch)
+    assert caught.value.code == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_report_leaves_the_checkpoint(texts, tmp_path, monkeypatch):
+    def assess(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "assess", assess)
+        with pytest.raises(SystemExit):
+            run(arguments(texts, output=tmp_path / "out"), patch)
+    assert prepare(str(tmp_path / "out"), NVFP4()) == tmp_path / "out"
+    assert "no report yet" in (tmp_path / "out" / "README.md").read_text()
+    run(arguments(texts, report=tmp_path / "out", sample_prompts=0), monkeypatch)
+    both = json.loads((tmp_path / "out" / "quality.json").read_text())
+    assert both["made"]["algorithm"] == "rtn" and "perplexity" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "int8", "fp8"])
+def test_formats_need_no_code_in_the_command(name, texts, tmp_path):
+    """Config groups come from the format; what llm-compressor wrote is checked against its layout, tensor by tensor."""
+    from registry.quantization import FORMATS
+
+    (tmp_path / "out").mkdir()
+    tokens = drawn(texts)["calibration"].tokens[:4]
+    calibrate(TINY, FORMATS[name](), "gptq", tokens, tmp_path / "out", lambda text: None)
+    assert prepare(str(tmp_path / "out"), FORMATS[name]()) == tmp_path / "out"
+    assert max(e for kind in errors(tmp_path / "out", FORMATS[name]()).values() for e in kind) < 0.5
+
+
+def errors(folder, quantization):
+    return weight_errors(unquantized(TINY), Checkpoint(folder, quantization))
+
+
+def test_a_head_that_is_stored_although_it_is_tied(texts, tmp_path):
+    from safetensors.torch import save_file
+
+    shutil.copytree(TINY, tmp_path / "base")
+    tensors = dict(Weights(TINY))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "out").mkdir()
+    tokens = drawn(texts)["calibration"].tokens[:4]
+    calibrate(tmp_path / "base", NVFP4(), "gptq", tokens, tmp_path / "out", lambda text: None)
+    assert torch.equal(Weights(tmp_path / "out")["model.embed_tokens.weight"], tensors["lm_head.weight"])
+
+
+def test_int4_in_groups_of_32(texts, tmp_path, monkeypatch):
+    more = {"format": "int4", "group_size": 32, "algorithm": "awq", "num_samples": 4, "sample_prompts": 0}
+    run(arguments(texts, output=tmp_path / "out", **more), monkeypatch)
+    assert prepare(str(tmp_path / "out"), Int4(32)) == tmp_path / "out"
+    assert (
+        "--model.quantization int4 --model.quantization.group_size 32\n" in (tmp_path / "out" / "README.md").read_text()
+    )
+
+
+def test_a_format_beyond_compressed_tensors_is_rounded(texts, tmp_path, monkeypatch):
+    run(arguments(texts, format="nf4", output=tmp_path / "out", sample_prompts=0), monkeypatch)
+    from registry.quantization import NF4
+
+    assert prepare(str(tmp_path / "out"), NF4()) == tmp_path / "out"
+    assert "sampling_entropy" not in json.loads((tmp_path / "out" / "quality.json").read_text())["quality"]
