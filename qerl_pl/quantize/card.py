@@ -78,7 +78,7 @@ def card(made: Mapping[str, Any], quality: Mapping[str, Any] | None) -> str:
     warned = "".join(f"\n- llm-compressor: {text}" for text in made["warnings"])
     head = f"---\nbase_model: {made['model']}\ntags: [quantized, {made['format']}, qerl-pl]\n---\n"
     use = f"qerl-pl fit --model.model {made['output']} --model.quantization {made['format']}"
-    use += f" --model.quantization.group_size {made['group_size']}" if made["group_size"] else ""
+    use += f" --model.quantization.group_size {made['group_size']}" if made.get("group_size") else ""
     found = "no report yet: `qerl-pl quantize --report`"
     if quality is not None:
         found = f"{summary(quality)}\n\n{how(made, quality)}"
