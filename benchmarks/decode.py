@@ -7,6 +7,7 @@ Needs a GPU. One engine; each batch is profiled over some decoding steps after a
 
 import argparse
 import re
+import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from qerl_pl.bench.results import Results, free_memory, numbers
-from qerl_pl.bench.rollout import _Ours, _Stock
+from qerl_pl.bench.rollout import Ours, Stock
 from qerl_pl.bench.spec import random_spec
 
 KINDS = {
@@ -48,10 +49,9 @@ def main() -> None:
     spec = random_spec(arguments.model, arguments.format, arguments.rank, 256 + arguments.tokens, max(batches))
     free_memory()
     began = time.perf_counter()
-    if arguments.variant == "stock":
-        engine: Any = _Stock(spec, batches, Path("/tmp"))
-    else:
-        engine = _Ours(spec, batches)
+    scratch = tempfile.TemporaryDirectory()
+    stock = arguments.variant == "stock"
+    engine: Any = Stock(spec, batches, Path(scratch.name)) if stock else Ours(spec, batches)
     print(f"start {time.perf_counter() - began:.1f} s, {engine.model_bytes() / 1e9:.2f} GB")
     vocabulary = spec.config["vocab_size"]
     # Of embeddings that are not the head too, a step reads only a row a token.

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from qerl_pl.bench.machine import describe
-from qerl_pl.marlin import MarlinWeight
+from qerl_pl.marlin import TiledWeight
 from registry.quantization import NVFP4
 
 SHAPES = {  # (out, in) of the largest layers: gate or up, and down
@@ -54,7 +54,7 @@ def main() -> None:
             count = out_features * in_features
             words = torch.randint(-(2**31), 2**31 - 1, (in_features // 16, 2 * out_features), device="cuda")
             scales = torch.randint(0x70, 0xA0, (in_features // 16, out_features), device="cuda").to(torch.uint8)
-            marlin = MarlinWeight(words.int(), scales.view(torch.float8_e4m3fn), 1.0, 0, out_features)
+            marlin = TiledWeight(words.int(), scales.view(torch.float8_e4m3fn), 1.0, 0, out_features)
             stored = NVFP4().quantize([torch.randn(out_features, in_features, device="cuda")])[0]
             calls: dict[str, Callable[[], object]] = {
                 "marlin": lambda weight=marlin: weight.dense(torch.bfloat16),

@@ -42,13 +42,14 @@ def marlin(stored: dict[str, Tensor]) -> Call:
 
 
 def humming(stored: dict[str, Tensor]) -> Call:
-    layer = _layer(stored)
-    return lambda x: layer.humming(x)
+    """As the engine computes: of more tokens than 1,024 through a dense weight."""
+    kernel, layer = _layer(stored)
+    return lambda x: kernel.apply_weights(layer, x)
 
 
 def ours(stored: dict[str, Tensor]) -> Call:
     """With A x of an adapter, in shares that are still to be summed."""
-    held, columns = _layer(stored).humming, NVFP4().shape(stored)[1]
+    held, columns = _layer(stored)[1].humming, NVFP4().shape(stored)[1]
     a = torch.randn(RANK, columns, device="cuda").bfloat16()
     return lambda x: decode_linear(x, held.weight, held.weight_scale, 1.0, None, a)
 
@@ -58,16 +59,18 @@ def dense(stored: dict[str, Tensor]) -> Call:
     return lambda x: x @ weight.T
 
 
-def _layer(stored: dict[str, Tensor]) -> Any:
-    from qerl_pl.engine.vllm_nvfp4 import HummingKernel
+def _layer(stored: dict[str, Tensor]) -> tuple[Any, Any]:
+    from qerl_pl.engine.vllm_nvfp4 import Nvfp4Kernel
 
     rows, columns = NVFP4().shape(stored)
     layer: Any = torch.nn.Module()
     layer.output_size_per_partition, layer.input_size_per_partition, layer.bias = rows, columns, None
+    layer.output_partition_sizes = [rows]
     for name, tensor in stored.items():
         setattr(layer, name, SimpleNamespace(data=tensor.clone()))
-    HummingKernel([]).transform(layer, NVFP4())
-    return layer
+    kernel = Nvfp4Kernel([])
+    kernel.transform(layer, NVFP4())
+    return kernel, layer
 
 
 KERNELS = {"marlin": marlin, "humming": humming, "ours": ours, "dense": dense}

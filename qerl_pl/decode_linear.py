@@ -18,10 +18,6 @@ Z_SHARES = 8
 SLOTS = 264  # blocks that run at the same time on a card of 132 multiprocessors
 
 
-def fits(inputs: int, outputs: int) -> bool:
-    return inputs % 16 == 0 and outputs % OUTPUTS == 0
-
-
 def decode_linear(
     x: Tensor, packed: Tensor, scales: Tensor, scale: float, bias: Tensor | None, a: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -36,7 +32,7 @@ def decode_linear(
     y = torch.empty(shares, tokens, outputs, dtype=torch.float32, device=x.device)
     z = torch.empty(Z_SHARES, tokens, columns, dtype=torch.float32, device=x.device)
     _launch(
-        _kernel(torch.cuda.get_device_capability(x.device)),
+        compiled(torch.cuda.get_device_capability(x.device)),
         outputs // OUTPUTS * shares + Z_SHARES,
         [x, packed, scales, bias, y, a, z],
         [tokens, inputs, outputs, shares, columns, Z_SHARES],
@@ -46,7 +42,8 @@ def decode_linear(
 
 
 @cache
-def _kernel(capability: tuple[int, int]) -> Any:
+def compiled(capability: tuple[int, int]) -> Any:
+    """The kernel for GPUs of this compute capability. RuntimeError or ImportError if it cannot be compiled here."""
     from cuda.bindings import driver, nvrtc
 
     source = (files("qerl_pl") / "decode_linear.cu").read_bytes()

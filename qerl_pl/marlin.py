@@ -58,7 +58,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True)
-class MarlinWeight:
+class TiledWeight:
     """Some of the outputs of one packed NVFP4 weight; the tensors are the engine's.
 
     ``packed`` int32 [in / 16, 2 · all outputs], ``scales`` FP8 [in / 16, all outputs] in the order of ``layout``
@@ -78,7 +78,7 @@ class MarlinWeight:
         if self.first % TILE_OUT or self.width % TILE_OUT or not 0 <= self.first < self.first + self.width <= columns:
             raise ValueError(
                 f"outputs {self.first} to {self.first + self.width} of {columns}: they must begin and end at multiples "
-                f"of {TILE_OUT}, where Marlin's tiles do; set shared_base: false"
+                f"of {TILE_OUT}, where tiles do; set shared_base: false"
             )
         if self.scales.shape != (tiles, columns):
             raise ValueError(f"scales are {list(self.scales.shape)}, expected {[tiles, columns]}")

@@ -145,6 +145,7 @@ class Plan:
     adapter: int  # the trainer's, FP32
     optimizer: int
     fixed: int  # context and CUDA graphs
+    scratch: int  # a layer made dense, by the trainer or for a prefill; the memory stays
 
     kv_cache: int
     kv_tokens: int  # that it holds
@@ -154,13 +155,12 @@ class Plan:
     gradients: int  # FP32
     activations: int
     checkpointed_layers: int  # the first of them
-    scratch: int
     logits: int
 
     @property
     def resident(self) -> int:
         """Always there."""
-        return self.weights + self.engine_adapter + self.adapter + self.optimizer + self.fixed
+        return self.weights + self.engine_adapter + self.adapter + self.optimizer + self.fixed + self.scratch
 
     @property
     def rollout(self) -> int:
@@ -171,7 +171,7 @@ class Plan:
     def update(self) -> int:
         """Peak while training."""
         kept = 0 if self.release_kv else self.kv_cache
-        return self.resident + kept + self.gradients + self.activations + self.scratch + self.logits
+        return self.resident + kept + self.gradients + self.activations + self.logits
 
     @property
     def peak(self) -> int:
@@ -187,13 +187,13 @@ class Plan:
             ("adapter in the trainer", self.adapter),
             ("optimizer", self.optimizer),
             ("CUDA context and graphs", self.fixed),
+            ("unpacked layer", self.scratch),
             ("= always", self.resident),
             (kv, self.kv_cache),
             ("engine's batch", self.engine_batch),
             ("= rollout", self.rollout),
             ("gradients", self.gradients),
             (recomputed, self.activations),
-            ("unpacked layer", self.scratch),
             ("logits", self.logits),
             ("= update, KV cache released" if self.release_kv else "= update, beside the KV cache", self.update),
         ]
@@ -233,8 +233,8 @@ def plan_memory(
     tokens = max(tokens_per_micro_batch, longest)  # a longer completion is a micro-batch of its own
     trained = adapter_size(shape, rank, targets)
     weights = base_copies * weight_bytes(shape, bits_per_weight)
-    resident = weights + int((BF16 + 4 + optimizer_bytes) * trained) + CONTEXT + GRAPHS
     scratch, logits = scratch_bytes(shape, bits_per_weight), logits_chunk * shape.vocab * 6  # BF16 and FP32
+    resident = weights + int((BF16 + 4 + optimizer_bytes) * trained) + CONTEXT + GRAPHS + scratch
     batch = engine_bytes(shape, max_num_batched_tokens, max_num_seqs)
     block = BLOCK * kv_bytes_per_token(shape)
     wanted = kv_blocks(max_prompt_length, max_completion_length, max_num_seqs, num_generations)
@@ -243,7 +243,7 @@ def plan_memory(
 
     def update(recomputed: int) -> int:
         activations = activation_bytes(shape, tokens, recomputed, rank, targets)
-        return resident + 4 * trained + activations + scratch + logits
+        return resident + 4 * trained + activations + logits
 
     def shortage(phase: str, needed: int) -> ValueError:
         return ValueError(
@@ -273,6 +273,7 @@ def plan_memory(
         adapter=4 * trained,
         optimizer=int(optimizer_bytes * trained),
         fixed=CONTEXT + GRAPHS,
+        scratch=scratch,
         kv_cache=blocks * block,
         kv_tokens=blocks * BLOCK,
         kv_tokens_wanted=wanted * BLOCK,
@@ -280,6 +281,5 @@ def plan_memory(
         gradients=4 * trained,
         activations=activation_bytes(shape, tokens, recomputed, rank, targets),
         checkpointed_layers=recomputed,
-        scratch=scratch,
         logits=logits,
     )

@@ -75,9 +75,9 @@ def test_dense_is_the_dequantized_weight(kernels: ModuleType, layout: str) -> No
     weights[0][:8] *= 2e-4  # scales below the normal numbers of E4M3
     stored = NVFP4().quantize(weights)
     packed, scales, global_scale = pack(stored, layout)
-    first, scale = 0, kernels.MarlinWeight.global_scale(global_scale, layout)
+    first, scale = 0, kernels.TiledWeight.global_scale(global_scale, layout)
     for part, width in zip(stored, (128, 64, 64), strict=True):
-        weight = kernels.MarlinWeight(packed, scales, scale, first, width, layout)
+        weight = kernels.TiledWeight(packed, scales, scale, first, width, layout)
         assert weight.shape == (width, 48)
         for dtype in (torch.float32, torch.bfloat16):
             dense = weight.dense(dtype)
@@ -120,9 +120,9 @@ def test_checkpoint_layout() -> None:
 def test_parts_end_where_tiles_do() -> None:
     packed, scales = torch.zeros(4, 256, dtype=torch.int32), torch.zeros(4, 128)
     with pytest.raises(ValueError, match="outputs 0 to 32 of 128: they must begin and end at multiples of 64"):
-        marlin.MarlinWeight(packed, scales, 1.0, 0, 32)
+        marlin.TiledWeight(packed, scales, 1.0, 0, 32)
     with pytest.raises(ValueError, match=r"scales are \[2, 128\], expected \[4, 128\]"):
-        marlin.MarlinWeight(packed, scales[:2], 1.0, 0, 64)
+        marlin.TiledWeight(packed, scales[:2], 1.0, 0, 64)
 
 
 def test_policy_on_an_engines_weights(kernels: ModuleType, tmp_path: Path) -> None:
@@ -141,8 +141,8 @@ def test_policy_on_an_engines_weights(kernels: ModuleType, tmp_path: Path) -> No
             packed, scales, global_scale = pack(stored)
             first = 0
             for name, part in zip(names, stored, strict=True):
-                scale, width = kernels.MarlinWeight.global_scale(global_scale), part["weight_scale"].shape[0]
-                shared[name] = kernels.MarlinWeight(packed, scales, scale, first, width)
+                scale, width = kernels.TiledWeight.global_scale(global_scale), part["weight_scale"].shape[0]
+                shared[name] = kernels.TiledWeight(packed, scales, scale, first, width)
                 first += width
     embeddings = weights["model.embed_tokens.weight"].float()
     shared |= {"model.embed_tokens": embeddings}

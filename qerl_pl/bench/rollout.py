@@ -85,7 +85,7 @@ def _measure(results: Results, what: dict[str, Any], batches: Sequence[int], rep
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         stock = what["variant"] == "stock"
-        engine = _Stock(spec, batches, Path(scratch)) if stock else _Ours(spec, batches)
+        engine = Stock(spec, batches, Path(scratch)) if stock else Ours(spec, batches)
         started = time.perf_counter() - began
         try:
             draws = torch.Generator().manual_seed(0)
@@ -108,7 +108,7 @@ def _measure(results: Results, what: dict[str, Any], batches: Sequence[int], rep
             engine.close()
 
 
-class _Ours:
+class Ours:
     """The project's engine, through its own interface."""
 
     def __init__(self, spec: EngineSpec, batches: Sequence[int]) -> None:
@@ -133,7 +133,7 @@ class _Ours:
         self.engine.close()
 
 
-class _Stock:
+class Stock:
     """vLLM's own class, with an adapter from a file."""
 
     def __init__(self, spec: EngineSpec, batches: Sequence[int], scratch: Path) -> None:

@@ -13,13 +13,15 @@ from qerl_pl.checkpoint import stored_as
 from qerl_pl.engine import vllm_compat, vllm_shared
 from qerl_pl.engine.base import ENGINES, CannotShareError, Engine, EngineSpec, Progress
 from qerl_pl.engine.vllm_adapter import adapter_layers
-from qerl_pl.engine.vllm_formats import load_settings
+from qerl_pl.engine.vllm_formats import load_settings, own_loaders
+from qerl_pl.engine.vllm_kernels import choose, patched_layers
 from qerl_pl.engine.vllm_slots import AdapterSlots
 from qerl_pl.types import Completion, Sampling
 from registry.quantization import BF16, NVFP4, QuantFormat
 
 GIB = 2**30
 PROGRESS_SECONDS = 0.5
+LARGEST_GRAPH = 1024  # launches are hidden behind the work of such a batch, and its NVFP4 layers are made dense
 
 
 @ENGINES.register("vllm")
@@ -27,8 +29,8 @@ class VLLMEngine(Engine):
     """Samples with vLLM (0.26 to 0.32), on a CUDA GPU or with the CPU build.
 
     One LoRA adapter lies in the layers and serves every request; no file is written and nothing is merged. Adapter,
-    norm weights and prefix cache are the only state that changes after ``start``. vLLM's compiler is left out: with the
-    kernels here a step takes no longer without it, and the engine starts in seconds instead of minutes.
+    norm weights and prefix cache are the only state that changes after ``start``. vLLM's compiler is left out: kernels
+    of our own do what it would fuse.
 
     Args:
         max_model_len: Longest prompt + completion, in tokens; by default what the data module asks for, and the model
@@ -38,7 +40,8 @@ class VLLMEngine(Engine):
         kv_cache_gb: Size of the KV cache in GiB; by default what the memory plan gives, on the CPU 1.
         release_kv_cache: Give the KV cache's memory to the trainer while it computes (CUDA only).
         enforce_eager: No CUDA graphs. By default on the CPU only.
-        kernels: Adapter and norms by kernels of our own (CUDA only); otherwise by plain PyTorch.
+        kernels: Adapter, norms and NVFP4 by kernels of our own and Humming's where they can be used (CUDA only); what
+            is left out is said. Otherwise by PyTorch and vLLM's Marlin.
         cudagraph_sizes: Batch sizes to capture; others are padded up to the next. By default about a dozen up to
             ``max_num_seqs``.
         dense: Sample from dense weights in the numbers of the format, as the CPU build always does, instead of through
@@ -62,6 +65,10 @@ class VLLMEngine(Engine):
         for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
             if value < 1:
                 raise ValueError(f"engine.{name}: {value} must be at least 1")
+        if cudagraph_sizes and max(cudagraph_sizes) > LARGEST_GRAPH:
+            raise ValueError(
+                f"engine.cudagraph_sizes: {max(cudagraph_sizes)} is above {LARGEST_GRAPH}; larger batches gain nothing"
+            )
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -72,6 +79,8 @@ class VLLMEngine(Engine):
         self.dense = dense
         self.kernels = kernels
         self._llm: Any = None
+        self._norms: Any = None
+        self._adapter: Any = None
         self._released = False
 
     def start(self, spec: EngineSpec) -> None:
@@ -81,32 +90,32 @@ class VLLMEngine(Engine):
         self._spec = spec
         self._cuda = torch.device(spec.device).type == "cuda"
         vllm_compat.prepare(self._cuda)
-        settings = self._settings(spec) | load_settings(spec, dense=self.dense or not self._cuda)
-        with (
-            torch.inference_mode(False),  # weights made within it could not be written outside
-            vllm_compat.unchanged_process(self._cuda),
-            vllm_compat.uncompiled(self._cuda),
-        ):
-            releasable = vllm_shared.releasable_cache() if self._cuda and self.release_kv_cache else nullcontext()
-            kernels = self._cuda and vllm_compat.no_kernels(spec, self.kernels) is None
-            patched = vllm_compat.patched_layers(spec.quantization, kernels, self._sizes())
-            device, dtype = torch.device(spec.device), getattr(torch, spec.dtype)
-            adapter = adapter_layers(spec.targets, spec.rank, dtype, device, kernels)
-            with releasable, patched, adapter as slots:
-                llm = vllm_compat.build(settings)
-            try:
-                self._norms = vllm_compat.norm_weights(llm)
-                if absent := set(spec.targets) - {name.rpartition(".")[2] for name in slots}:
-                    kind = type(vllm_compat.model(llm)).__name__
-                    raise ValueError(f"LoRA targets {sorted(absent)} are not linear layers of {kind} in vLLM")
-            except ValueError:
-                vllm_compat.shut_down(llm)
-                raise
-        self._adapter = AdapterSlots(slots, spec)
-        self.tokenizer = llm.get_tokenizer()
-        self._llm = llm
-        if self._cuda:
-            self.notes = vllm_compat.notes(spec, self.kernels)
+        kernels = choose(spec, self.kernels, self.dense)
+        self.notes = () if kernels.note is None else (kernels.note,)
+        device, dtype = torch.device(spec.device), getattr(torch, spec.dtype)
+        adapter = adapter_layers(spec.targets, spec.rank, dtype, device, kernels.ours)
+        releasable = vllm_shared.releasable_cache() if self._cuda and self.release_kv_cache else nullcontext()
+        try:
+            with (
+                torch.inference_mode(False),  # weights made within it could not be written outside
+                vllm_compat.unchanged_process(self._cuda),
+                vllm_compat.uncompiled(self._cuda),
+                releasable,
+                patched_layers(kernels, spec.quantization, self._sizes()),
+                own_loaders(),
+                adapter as slots,
+            ):
+                base = load_settings(spec, dense=self.dense or not self._cuda)
+                self._llm = vllm_compat.build(self._settings(spec) | base)
+            self._norms = vllm_compat.norm_weights(self._llm)
+            self._adapter = AdapterSlots(slots, spec)
+            if absent := set(spec.targets) - {name.rpartition(".")[2] for name in slots}:
+                kind = type(vllm_compat.model(self._llm)).__name__
+                raise ValueError(f"LoRA targets {sorted(absent)} are not linear layers of {kind} in vLLM")
+        except BaseException:
+            self.close()
+            raise
+        self.tokenizer = self._llm.get_tokenizer()
         self._clean = self._versions()
 
     def _settings(self, spec: EngineSpec) -> dict[str, Any]:
@@ -224,7 +233,7 @@ class VLLMEngine(Engine):
         self._clean = self._versions()
 
     def shared_weights(self) -> Mapping[str, Any]:
-        """See the interface. On CUDA: Marlin's NVFP4 tensors or dense weights, and embeddings and head."""
+        """See the interface. On CUDA: NVFP4 tensors of Humming's or Marlin's, or dense weights; embeddings, head."""
         llm = self._running()
         if not self._cuda:
             raise CannotShareError("vLLM's CPU build repacks its weights")
@@ -268,7 +277,7 @@ class VLLMEngine(Engine):
             self._released = False
         vllm_compat.shut_down(self._llm)
         self._llm = None
-        del self._norms, self._adapter  # they share the model's memory
+        self._norms = self._adapter = None  # they share the model's memory
         vllm_compat.free_memory()  # not before nothing refers to the engine
 
     def _running(self) -> Any:
@@ -302,5 +311,5 @@ def _sample_seed(seed: int, sample: int) -> int:
 
 
 def _graph_sizes(largest: int) -> list[int]:
-    sizes = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
-    return [size for size in sizes if size < largest] + [largest]
+    sizes = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768]
+    return [size for size in sizes if size < largest] + [min(largest, LARGEST_GRAPH)]

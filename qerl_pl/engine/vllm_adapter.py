@@ -37,9 +37,11 @@ class AdapterMethod:
         return getattr(self.method, name)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., in] -> [..., out]."""
+        """x [..., in] -> [..., out]; for an :class:`SwiGLU` it may be what that has still to sum."""
         rows = x.reshape(-1, x.shape[-1])
         if not self.kernels or len(rows) > KERNEL_ROWS:
+            if self.activation is not None:
+                self.activation.low = None  # of a pass that was interrupted
             y = self.method.apply(layer, x, bias)
             self.add(y.view(-1, y.shape[-1]), rows)
             return y
@@ -53,7 +55,7 @@ class AdapterMethod:
 
     def _sums(self, layer: Any, rows: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """What the layer computes, and A x, still in shares."""
-        few = getattr(layer, "few_tokens", None)  # HummingKernel's
+        few = getattr(layer, "few_tokens", None)  # Nvfp4Kernel's
         if few is not None and (sums := few(rows, bias, self.a)) is not None:
             return sums
         from qerl_pl import decoding

@@ -7,19 +7,16 @@ processes (``prepare``); then the worker's model is a plain ``nn.Module`` and it
 import gc
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qerl_pl.engine.base import EngineSpec
 from qerl_pl.types import Sampling
-from registry.quantization import NVFP4, QuantFormat
 
 
 def prepare(cuda: bool) -> None:
@@ -78,79 +75,6 @@ def uncompiled(cuda: bool) -> Iterator[None]:
     else:
         with torch.compiler.set_stance("force_eager"):
             yield
-
-
-@contextmanager
-def patched_layers(quantization: QuantFormat, kernels: bool, sizes: Sequence[int]) -> Iterator[None]:
-    """While the model is built: RMSNorm weights in FP32, as small noise vanishes in BF16; NVFP4's scales checked.
-
-    With ``kernels`` (on a GPU) RMSNorm is a kernel of our own, as vLLM's needs weights in the dtype of the activations,
-    and NVFP4 is computed by Humming's where they can be used; ``sizes`` are those of CUDA graphs.
-    """
-    from vllm.model_executor.layers.layernorm import RMSNorm
-    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
-        compressed_tensors_w4a4_nvfp4 as nvfp4,
-    )
-
-    init, scheme = RMSNorm.__init__, nvfp4.CompressedTensorsW4A4Fp4
-
-    def init_float32(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **{**kwargs, "dtype": torch.float32})
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(RMSNorm, "__init__", init_float32))
-        process: Callable[[Any, Any], None] = scheme.process_weights_after_loading
-        if kernels:  # a layer takes its function from the class when it is made
-            stack.enter_context(patch.object(RMSNorm, "forward_cuda", _norm))
-            from qerl_pl.engine import vllm_nvfp4
-
-            if vllm_nvfp4.unusable() is None:
-                kernel = vllm_nvfp4.HummingKernel(sizes)
-                stack.enter_context(patch.object(nvfp4, "init_nvfp4_linear_kernel", lambda use_a16=False: kernel))
-                process = lambda _, layer: kernel.transform(layer, quantization)  # noqa: E731
-
-        stack.enter_context(patch.object(scheme, "process_weights_after_loading", _checked(process)))
-        yield
-
-
-def no_kernels(spec: EngineSpec, wanted: bool) -> str | None:
-    """Why no kernels of ours are used on this GPU, or None."""
-    if not wanted:
-        return "as kernels: false asks for"
-    return None if spec.dtype == "bfloat16" else f"as {spec.dtype} needs"
-
-
-def notes(spec: EngineSpec, wanted: bool) -> tuple[str, ...]:
-    """Which kernels of ours are left out, and why; for a GPU."""
-    if reason := no_kernels(spec, wanted):
-        return (f"vLLM: adapter and norms by PyTorch's operations, NVFP4 by vLLM's own kernel, {reason}",)
-    from qerl_pl.engine import vllm_nvfp4
-
-    if isinstance(spec.quantization, NVFP4) and (reason := vllm_nvfp4.unusable()):
-        return (f"vLLM: NVFP4 by vLLM's own kernel: {reason}",)
-    return ()
-
-
-def _norm(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    if self.variance_size_override is not None or not self.has_weight:
-        return self.forward_native(x, residual)
-    from qerl_pl import decoding
-
-    y = decoding.rms_norm(x, residual, self.weight, self.variance_epsilon)
-    return y if residual is None else (y, residual)
-
-
-def _checked(process: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    def checked(scheme: Any, layer: Any) -> None:
-        divisors = layer.weight_global_scale.unique().tolist()
-        if len(divisors) > 1:  # vLLM would take the largest for all parts, and say so in a warning only
-            raise ValueError(
-                f"{getattr(layer, 'prefix', 'a fused layer')} has parts of different weight_global_scale: {divisors}; "
-                "layers that the engine fuses (q, k, v; gate, up) must share one: quantize them together"
-            )
-        process(scheme, layer)
-
-    return checked
 
 
 def build(settings: dict[str, Any]) -> Any:

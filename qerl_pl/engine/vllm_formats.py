@@ -1,8 +1,10 @@
 """How the base reaches vLLM: packed, for its own kernels, or dense, in the numbers that the trainer computes with."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +31,19 @@ def load_settings(spec: EngineSpec, dense: bool) -> dict[str, Any]:
     return {"load_format": _NAME} | ({"hf_overrides": {"quantization_config": None}} if dense else {})
 
 
+@contextmanager
+def own_loaders() -> Iterator[None]:
+    """While an engine is built: what ``load_settings`` registers is for this one alone."""
+    from vllm.model_executor import model_loader
+
+    with patch.dict(model_loader._LOAD_FORMAT_TO_MODEL_LOADER):
+        yield
+
+
 def _library(spec: EngineSpec) -> str | None:
     """Whose checkpoints vLLM reads in this format; None for unquantized ones."""
     config = spec.quantization.config
-    library = None if config is None else str(config["quant_method"])
+    library = None if config is None else str(config.get("quant_method"))
     instead = (
         "set engine.dense: true (the engine then samples from dense weights and takes the memory of bf16), another "
         "quantization (nvfp4, mxfp4, int4, int8, fp8), or engine: transformers"

@@ -1,7 +1,7 @@
 """NVFP4 linear layers of vLLM on a GPU: Humming's kernels for few tokens, dense products for many; one set of tensors.
 
-vLLM itself takes Marlin on GPUs without FP4 units, which needs up to twice the time of a dense BF16 product from some
-128 tokens on. Humming (a dependency of vLLM's) stores weights alike.
+vLLM itself takes Marlin on GPUs without FP4 units, which needs more than twice the time of a dense BF16 product from
+256 tokens on. Humming, which recent releases of vLLM depend on, stores weights alike.
 """
 
 import json
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from qerl_pl import decode_linear
-from qerl_pl.marlin import TILE_OUT, MarlinWeight
+from qerl_pl.checkpoint import FUSED
+from qerl_pl.marlin import TILE_OUT, TiledWeight
+from qerl_pl.memory import Shape
 from registry.quantization import QuantFormat
 
 DENSE_ROWS = 1024
@@ -30,24 +32,39 @@ _SCHEMA = {
 }
 
 
-def unusable() -> str | None:
-    """Why Humming's kernels cannot be used here, or None."""
+def unusable(config: Mapping[str, Any]) -> str | None:
+    """Why a model with this ``config.json`` cannot be computed here, or None."""
+    major, minor = torch.cuda.get_device_capability()
+    if major != 9:
+        return f"ours were tried on GPUs of compute capability 9.0 only, this one has {major}.{minor}"
+    shapes = Shape.read(config).projections
+    for group in FUSED:
+        parts, inputs = [shapes[name][0] for name in group], shapes[group[0]][1]
+        if sum(parts) % 128 or any(part % TILE_OUT for part in parts) or inputs % 64:
+            return (
+                f"{', '.join(group)} have {' + '.join(map(str, parts))} outputs of {inputs} inputs; together they must "
+                f"be a multiple of 128, each of {TILE_OUT}, and the inputs of 64"
+            )
     try:
-        from humming.layer import HummingLayer  # noqa: F401
-        from humming.transform import transform_humming_tensors  # noqa: F401
-    except Exception as error:  # it compiles its launcher when it is imported
-        return f"humming-kernels 0.1.17 or later is needed ({error})"
-    major, _ = torch.cuda.get_device_capability()
-    return None if major == 9 else f"ours were tried on GPUs of compute capability 9.0 only, this has {major}.x"
+        import humming.kernel.humming
+        import humming.layer
+        import humming.transform
+        import humming.tune  # noqa: F401
+
+        decode_linear.compiled((major, minor))
+    except Exception as error:  # both compile when they are first used
+        return f"humming-kernels 0.1.17 or later and a CUDA toolkit of PyTorch's release are needed ({error})"
+    return None
 
 
-class HummingKernel:
+class Nvfp4Kernel:
     """A kernel of vLLM's scheme for NVFP4: weights are transformed once, then a layer is computed from them."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         """``sizes``: numbers of tokens in CUDA graphs."""
         self._wanted = {_bucket(size) for size in sizes if size > decode_linear.TOKENS}
         self._pool = ThreadPoolExecutor(8)
+        self._known: set[tuple[str, str]] = set()
         self._compiling: dict[tuple[str, str], Future[Any]] = {}
 
     def input_quant_key(self) -> None:
@@ -80,7 +97,7 @@ class HummingKernel:
         for name in stored:
             delattr(layer, name)
         scale = float(humming.weight_scale_2)
-        layer.humming, layer.humming_scale = humming, MarlinWeight.global_scale(scale, "humming")
+        layer.humming, layer.humming_scale = humming, TiledWeight.global_scale(scale, "humming")
         _check(layer, quantization, stored)
         layer.humming_tuning = self._tuning(humming)
 
@@ -91,8 +108,7 @@ class HummingKernel:
             packed, scales = humming.weight, humming.weight_scale
             return decode_linear.decode_linear(x.contiguous(), packed, scales, scale, bias, a)
 
-        if decode_linear.fits(columns, rows):
-            layer.few_tokens = few_tokens
+        layer.few_tokens = few_tokens
 
     def _tuning(self, humming: Any) -> dict[int, str]:
         """Humming's settings by the number of tokens up to which they serve.
@@ -109,14 +125,15 @@ class HummingKernel:
             settings = get_heuristics_config(config, shape_m=bucket, device=device)
             tuning[bucket] = json.dumps([[0, 1 << 30, settings]])
             job = config.to_str(), tuning[bucket]
-            if bucket in self._wanted and job not in self._compiling:
+            if bucket in self._wanted and job not in self._known:
+                self._known.add(job)
                 self._compiling[job] = self._pool.submit(Compiled.prepare_kernels, job[0], None, job[1], device)
         return tuning
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in] -> [..., out]; ``bias`` is the layer's own, which Humming holds too."""
         rows = x.reshape(-1, x.shape[-1])
-        if len(rows) > DENSE_ROWS and not torch.cuda.is_current_stream_capturing():
+        if len(rows) > DENSE_ROWS:
             y = torch.empty(len(rows), layer.output_size_per_partition, dtype=x.dtype, device=x.device)
             if bias is not None:
                 y.copy_(bias)
@@ -126,23 +143,22 @@ class HummingKernel:
                 part.addmm_(rows, weight.dense(x.dtype).T, beta=float(bias is not None), alpha=weight.scale)
                 first += weight.width
         else:
-            for compilation in self._compiling.values():
-                compilation.result()
+            for job in list(self._compiling):
+                self._compiling.pop(job).result()
             y = layer.humming(rows, tuning_config=layer.humming_tuning[_bucket(len(rows))])
         return y.view(*x.shape[:-1], -1)
 
 
 def _bucket(rows: int) -> int:
-    """The last serves whatever is above it: graphs of more tokens."""
-    return next((bucket for bucket in BUCKETS if rows <= bucket), DENSE_ROWS)
+    return next(bucket for bucket in BUCKETS if rows <= bucket)
 
 
-def weights(layer: Any, sizes: list[int]) -> list[MarlinWeight]:
-    """The parts of a layer that :class:`HummingKernel` transformed, as the trainer reads them."""
+def weights(layer: Any, sizes: list[int]) -> list[TiledWeight]:
+    """The parts of a layer that :class:`Nvfp4Kernel` transformed, as the trainer reads them."""
     packed, scales = layer.humming.weight.detach(), layer.humming.weight_scale.detach()
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [
-        MarlinWeight(packed, scales, layer.humming_scale, first, size, "humming")
+        TiledWeight(packed, scales, layer.humming_scale, first, size, "humming")
         for first, size in zip(starts, sizes, strict=True)
     ]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from qerl_pl.engine import vllm_compat
 from qerl_pl.engine.base import CannotShareError
 from qerl_pl.engine.vllm_adapter import fused_layers
-from qerl_pl.marlin import MarlinWeight
+from qerl_pl.marlin import TiledWeight
 from qerl_pl.packed import DenseWeight, Weight
 
 CACHE_TAG = "kv_cache"  # vLLM's name of the pool
@@ -44,8 +44,8 @@ def _weight(name: str, layer: Any, first: int, size: int) -> Weight:
         raise CannotShareError(
             f"vLLM holds {name} as {weight.dtype} {list(weight.shape)}, not in Marlin's NVFP4 layout"
         )
-    scale = MarlinWeight.global_scale(float(layer.weight_global_scale))
-    return MarlinWeight(weight.detach(), scales.detach(), scale, first, size)
+    scale = TiledWeight.global_scale(float(layer.weight_global_scale))
+    return TiledWeight(weight.detach(), scales.detach(), scale, first, size)
 
 
 def embedding_weights(llm: Any) -> dict[str, Tensor]:

@@ -129,6 +129,24 @@ def test_the_adapter_of_a_decoding_step(rows: int) -> None:
     assert error(decoding.expand(y.cuda(), z, b.cuda(), widths), want) < 4e-3
 
 
+@pytest.mark.parametrize("rows", [1, 8, 256])
+def test_swiglu_with_the_adapter_of_gate_and_up(rows: int) -> None:
+    """Gate and up are rounded to BF16 before the product, and the product once more."""
+    generator = torch.Generator().manual_seed(0)
+    width, rank, inputs = 1152, 32, 512
+    x, a, b, y = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((rows, inputs), (2 * rank, inputs), (2 * width, rank), (rows, 2 * width))
+    )
+    a = a / 16
+    gate, up = (
+        (half + x.double() @ low.double().T @ high.double().T).bfloat16().double()
+        for half, low, high in zip(y.double().chunk(2, 1), a.split(rank), b.split(width), strict=True)
+    )
+    got = decoding.swiglu(y.cuda(), decoding.shrink(x.cuda(), a.cuda()), b.cuda())
+    assert error(got, gate * gate.sigmoid() * up) < 6e-3
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 8])
 def test_a_layer_of_few_tokens(tokens: int) -> None:
     """Sums of BF16 products in FP32, with a bias and A x of the adapter, against float64."""

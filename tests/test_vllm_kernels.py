@@ -1,0 +1,168 @@
+"""What vLLM samples with on a GPU, as far as a CPU can tell. Twins: gpu/test_engine.py, gpu/test_kernels.py."""
+
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qerl_pl.engine import vllm_adapter, vllm_kernels, vllm_nvfp4
+from qerl_pl.engine.base import EngineSpec
+from qerl_pl.engine.vllm import LARGEST_GRAPH, VLLMEngine, _graph_sizes
+from registry.quantization import BF16, NVFP4, QuantFormat
+from tests.test_marlin import interpreted
+
+WIDTHS, RANK, INPUTS = (64, 32), 4, 48
+LIMIT = vllm_adapter.KERNEL_ROWS
+
+
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Kernels by Triton's interpreter, which has one stream."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from qerl_pl import decoding
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(vllm_adapter, "_side_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    yield from interpreted(decoding)
+
+
+class Linear:
+    """A layer and its ``quant_method``."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        self.weight = torch.randn(sum(widths), INPUTS) / INPUTS**0.5
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight, bias)
+
+
+def adapted(widths: tuple[int, ...], kernels: bool) -> tuple[Any, Linear]:
+    torch.manual_seed(0)
+    linear = Linear(widths)
+    a, b = torch.randn(len(widths) * RANK, INPUTS), torch.randn(sum(widths), RANK)
+    return vllm_adapter.AdapterMethod(linear, a, b, widths, kernels), linear
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("rows", [1, 8, 9, LIMIT + 1])
+def test_kernels_and_plain_products_agree(decoding: ModuleType, rows: int, few: bool) -> None:
+    """With a kernel for few tokens too, which leaves shares of both sums."""
+    x, bias = torch.randn(rows, INPUTS), torch.randn(sum(WIDTHS))
+    (fast, linear), (plain, _) = adapted(WIDTHS, True), adapted(WIDTHS, False)
+    layer = SimpleNamespace()
+    calls = []
+
+    def few_tokens(x: Tensor, bias: Tensor, a: Tensor) -> tuple[Tensor, Tensor] | None:
+        if len(x) > 8:
+            return None
+        calls.append(len(x))
+        y, z = linear.apply(layer, x, bias), x @ a.T
+        return torch.stack([0.25 * y, 0.75 * y]), torch.stack([2 * z, -z])
+
+    if few:
+        layer.few_tokens = few_tokens
+    want = x.double() @ linear.weight.double().T + bias.double()
+    for part, low, high in zip(want.split(WIDTHS, 1), plain.a.split(RANK), plain.b.split(WIDTHS), strict=True):
+        part += x.double() @ low.double().T @ high.double().T
+    for method in (fast, plain):
+        got = method.apply(layer, x, bias)
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+    assert calls == [rows] * (few and rows <= 8)
+
+
+def test_swiglu_adds_the_adapter_of_gate_and_up(decoding: ModuleType) -> None:
+    method, linear = adapted((64, 64), True)
+    plain = torch.nn.Module()
+    plain.forward = lambda y: torch.nn.functional.silu(y[:, :64]) * y[:, 64:]
+    activation = vllm_adapter.SwiGLU(plain, method)
+    layer = SimpleNamespace()
+
+    def want(x: Tensor) -> Tensor:
+        y = linear.apply(layer, x)
+        method.add(y, x)
+        return plain(y)
+
+    for rows in (3, LIMIT + 1, 5):
+        x = torch.randn(rows, INPUTS)
+        torch.testing.assert_close(activation(method.apply(layer, x)), want(x), rtol=1e-5, atol=1e-4)
+    method.apply(layer, torch.randn(3, INPUTS))  # interrupted here
+    x = torch.randn(LIMIT + 1, INPUTS)
+    torch.testing.assert_close(activation(method.apply(layer, x)), want(x), rtol=1e-5, atol=1e-4)
+
+
+def test_kernels_only_where_tiles_fit(decoding: ModuleType) -> None:
+    assert adapted((64, 32), True)[0].kernels
+    assert not adapted((64, 32), False)[0].kernels
+    assert not adapted((24, 8), True)[0].kernels  # no tile of 16 lies in one part
+    assert not adapted((16, 16, 16, 16), True)[0].kernels
+
+
+def spec(quantization: QuantFormat, dtype: str = "bfloat16", device: str = "cuda") -> EngineSpec:
+    return EngineSpec(Path("/nowhere"), quantization, 8, 16.0, ("q_proj",), dtype, device)
+
+
+def test_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out is said."""
+    monkeypatch.setattr(EngineSpec, "config", {})
+    monkeypatch.setattr(vllm_nvfp4, "unusable", lambda config: None)
+    every, ours = vllm_kernels.Kernels(True, True), vllm_kernels.Kernels(True, False)
+    assert vllm_kernels.choose(spec(NVFP4()), True, False) == every
+    assert vllm_kernels.choose(spec(BF16()), True, False) == ours
+    assert vllm_kernels.choose(spec(NVFP4()), True, True) == ours  # dense
+    assert vllm_kernels.choose(spec(NVFP4(), device="cpu"), True, False) == vllm_kernels.Kernels()
+    for given, wanted, said in (
+        (spec(NVFP4()), False, "as kernels: false asks for"),
+        (spec(NVFP4(), "float32"), True, "as float32 arithmetic needs"),
+    ):
+        kernels = vllm_kernels.choose(given, wanted, False)
+        assert not kernels.ours and not kernels.nvfp4
+        assert kernels.note is not None and kernels.note.endswith(said)
+    monkeypatch.setattr(vllm_nvfp4, "unusable", lambda config: "it is Tuesday")
+    kernels = vllm_kernels.choose(spec(NVFP4()), True, False)
+    assert (kernels.ours, kernels.nvfp4) == (True, False)
+    assert kernels.note == "vLLM: NVFP4 by vLLM's own kernel: it is Tuesday"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, None),
+        ({"num_key_value_heads": 3, "num_attention_heads": 9, "hidden_size": 576}, "v_proj have 576 . 192 . 192 out"),
+        ({"intermediate_size": 96}, "gate_proj, up_proj have 96 "),
+        ({"hidden_size": 160, "num_attention_heads": 5, "num_key_value_heads": 5}, "multiple of 128"),
+    ],
+)  # fmt: skip
+def test_shapes_that_humming_cannot_compute(
+    changes: dict[str, int], why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SmolLM2's among them: vLLM's Marlin pads those."""
+    config = {
+        "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 100,
+    }  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    reason = vllm_nvfp4.unusable(config | changes)
+    if why is None:  # then what is missing here is the library, or a GPU
+        assert reason is not None and reason.startswith("humming-kernels 0.1.17 or later")
+    else:
+        assert reason is not None and re.search(why, reason)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    assert "compute capability 9.0 only, this one has 8.6" in str(vllm_nvfp4.unusable(config))
+
+
+def test_buckets_cover_every_batch_that_is_not_dense() -> None:
+    for rows in (1, 16, 17, 512, 513, vllm_nvfp4.DENSE_ROWS):
+        assert vllm_nvfp4._bucket(rows) == min(b for b in vllm_nvfp4.BUCKETS if b >= rows)
+    assert LARGEST_GRAPH <= vllm_nvfp4.DENSE_ROWS == vllm_nvfp4.BUCKETS[-1]  # no graph makes a weight dense
+    for largest in (1, 8, 100, 1024, 4000):
+        assert max(_graph_sizes(largest)) == min(largest, LARGEST_GRAPH)
+    with pytest.raises(ValueError, match=r"engine.cudagraph_sizes: 1025 is above 1024"):
+        VLLMEngine(cudagraph_sizes=[1, 1025])
