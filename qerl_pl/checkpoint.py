@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from importlib.resources import files
@@ -56,7 +57,7 @@ class Weights(Mapping[str, Tensor]):
     """The tensors of a checkpoint by name, each read from disk (or made, if the weights are random) when asked for."""
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         if random_model.is_random(folder):
             tensors = random_model.RandomTensors(folder)
@@ -73,7 +74,12 @@ class Weights(Mapping[str, Tensor]):
             )
         self._file = {}
         for name in names:
-            handle = safe_open(folder / name, framework="pt")
+            try:
+                handle = safe_open(folder / name, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ValueError(
+                    f"{folder / name} cannot be read ({error}); it may be incomplete: copy or download it again"
+                ) from error
             self._file |= dict.fromkeys(handle.keys(), handle)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -137,7 +143,9 @@ def prepare(model: str, quantization: QuantFormat, cache: Path | None = None) ->
         for f in folder.iterdir()
         if f.suffix in (".json", ".safetensors")
     )
-    target = cache / f"{folder.resolve().name}-{name}-{_key([str(folder.resolve()), source, wanted])}"
+    target = (
+        cache / f"{folder.resolve().name}-{name}-{_key([str(folder.resolve()), source, wanted, *_code(quantization)])}"
+    )
     return _make_once(target, lambda unfinished: write(folder, config, quantization, unfinished))
 
 
@@ -162,6 +170,13 @@ def _numbers(weights: Mapping[str, Any]) -> str:
     if weights.get("actorder") == "group":
         said.append("reordered")
     return " ".join(said)
+
+
+def _code(quantization: QuantFormat) -> list[str]:
+    """The files that define a format: one that was edited makes other bytes."""
+    modules = [sys.modules.get(cls.__module__) for cls in type(quantization).__mro__ if issubclass(cls, QuantFormat)]
+    files = [getattr(module, "__file__", None) for module in modules]
+    return [Path(file).read_text() for file in dict.fromkeys(files) if file is not None]
 
 
 def _key(value: Any) -> str:
@@ -212,6 +227,16 @@ def write(folder: Path, config: dict[str, Any], quantization: QuantFormat, targe
     )
     (target / "config.json").write_text(json.dumps(config | {"quantization_config": quantization.config}, indent=1))
     copy_files(folder, target)
+    readable(target)
+
+
+def readable(folder: Path) -> None:
+    """Give a folder and its tensors the permissions of other files; safetensors and tempfile make them private."""
+    mask = os.umask(0)
+    os.umask(mask)
+    folder.chmod(0o777 & ~mask)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o666 & ~mask)
 
 
 def copy_files(folder: Path, target: Path) -> None:

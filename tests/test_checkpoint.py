@@ -1,6 +1,7 @@
 """Checkpoints: what is found, what is written, and what llm-compressor makes."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,29 @@ def test_checkpoint_of_llm_compressor(tmp_path):
     model = build_model(tmp_path / "theirs", NVFP4(), torch.float32)
     assert sum(isinstance(m, PackedLinear) for m in model.modules()) == 14
     assert model(torch.tensor([[5, 9, 31, 7]])).logits.isfinite().all()
+
+
+def test_a_format_that_was_edited_is_rounded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the folder can be read by whoever may read other files of the user."""
+    source = "from registry.quantization import NVFP4\n\nclass Mine(NVFP4):\n    pass  # {}\n"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine_edited.py").write_text(source.format("first"))
+    from mine_edited import Mine  # type: ignore[import-not-found]
+
+    first = prepare("tiny", Mine(), tmp_path / "cache")
+    assert prepare("tiny", Mine(), tmp_path / "cache") == first
+    (tmp_path / "mine_edited.py").write_text(source.format("second"))
+    assert prepare("tiny", Mine(), tmp_path / "cache") != first
+
+    usual = (tmp_path / "mine_edited.py").stat().st_mode & 0o777
+    assert all(file.stat().st_mode & 0o777 == usual for file in first.glob("*.safetensors"))
+    (tmp_path / "usual").mkdir()
+    assert first.stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_a_file_that_was_cut_off(tmp_path: Path) -> None:
+    shutil.copytree(resolve("tiny"), tmp_path / "cut")
+    file = tmp_path / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"cut/model.safetensors cannot be read .*; it may be incomplete"):
+        prepare(str(tmp_path / "cut"), NVFP4(), tmp_path / "cache")

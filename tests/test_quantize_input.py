@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from qerl_pl.quantize.calibration import Source, conversation, draw
+from registry.quantization import BF16
 from tests.quantized import (
     TINY,
     arguments,
     refused,
 )
+from tests.reference import llama, write_checkpoint
 
 pytest.importorskip("llmcompressor", reason="needs llm-compressor: pip install 'qerl-pl[quantize]'")
 
@@ -87,13 +89,18 @@ def _model(tmp_path, **changed):
         ({"num_samples": 4000, "algorithm": "awq"}, "calibration shorter than asked: "),
         ({"max_length": 512}, "--max_length 512 is more than the 256 tokens that the model knows"),
         ({"num_samples": 0}, "--num_samples 0 must be at least 2"),
+        ({"sample_prompts": 1}, "--sample_prompts 1 must be 0, or at least 2 for an interval"),
+        ({"sample_tokens": 0}, "--sample_tokens 0 must be at least 1"),
+        ({"seed": -1}, "--seed -1 must be at least 0"),
+        ({"format": "torch.nn.Linear"}, "--format torch.nn.Linear is no subclass of QuantFormat"),
+        ({"format": "torch.nn.Lineal"}, "--format torch.nn.Lineal: module 'torch.nn' has no attribute 'Lineal'"),
         ({"format": "int4"}, "mlp.down_proj: input dimension 448 is not a multiple of 128"),
         ({"model": "./nowhere"}, "there is no folder './nowhere'"),
         ({"model": "random:tiny-test"}, "has random weights: nothing to calibrate"),
         ({"calibration": "nowhere.txt"}, "there is no file nowhere.txt"),
         ({"calibration": "gsm9k"}, "unknown prompt source 'gsm9k'. Did you mean 'gsm8k'?"),
         ({"task": "nowhere.yaml"}, "--task nowhere.yaml: there is no such file"),
-        ({"report": "x"}, "give --output DIR, to quantize, or --report DIR"),
+        ({"report": "x"}, "give one of --output DIR, to quantize, and --report DIR"),
     ],
     ids=str,
 )  # fmt: skip
@@ -109,6 +116,13 @@ def test_models_that_are_refused(made, texts, tmp_path, capsys, monkeypatch):
     other = _model(tmp_path, num_hidden_layers=6, model_type="phi3")
     said = refused(arguments(texts, model=other, output=tmp_path / "out"), capsys, monkeypatch)
     assert "(phi3): layer 5 lacks down_proj, gate_proj, k_proj" in said
+
+
+def test_a_report_on_another_base(made, texts, tmp_path, capsys, monkeypatch):
+    write_checkpoint(tmp_path / "other", llama(), BF16())
+    given = arguments(texts, report=made["rtn"], model=tmp_path / "other")
+    said = refused([a for a in given if a != "--output"], capsys, monkeypatch)
+    assert "is not the base of --report" in said and "their sizes differ" in said
 
 
 def test_places_that_are_refused(texts, tmp_path, capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import importlib
 import inspect
 import json
 import math
@@ -40,8 +41,15 @@ def quantize(args: Sequence[str]) -> None:
     for name in ("num_samples", "max_length", "held_out"):
         if getattr(given, name) < 2:
             raise ValueError(f"--{name} {getattr(given, name)} must be at least 2")
+    if given.sample_prompts < 0 or given.sample_prompts == 1:
+        raise ValueError(f"--sample_prompts {given.sample_prompts} must be 0, or at least 2 for an interval")
+    for name, least in (("sample_tokens", 1), ("seed", 0)):
+        if getattr(given, name) < least:
+            raise ValueError(f"--{name} {getattr(given, name)} must be at least {least}")
     if (given.report is None) == (given.output is None):
-        raise ValueError("give --output DIR, to quantize, or --report DIR, to report on a checkpoint that is there")
+        raise ValueError(
+            "give one of --output DIR, to quantize, and --report DIR, to report on a checkpoint that is there"
+        )
     if given.task is not None and not given.task.is_file():
         raise ValueError(f"--task {given.task}: there is no such file; name a config of qerl-pl test")
     FORMATS.load_plugins()
@@ -81,12 +89,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _format(name: str, group_size: int | None) -> QuantFormat:
-    cls = FORMATS[name]
+    cls = _class(name) if "." in name else FORMATS[name]
     if group_size is None:
         return cls()
     if "group_size" not in inspect.signature(cls).parameters:
         raise ValueError(f"--group_size {group_size}: {name} leaves no choice; remove it")
     return cls(group_size=group_size)  # type: ignore[call-arg]
+
+
+def _class(path: str) -> type[QuantFormat]:
+    """A format of a user's own by its import path."""
+    module, _, leaf = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), leaf)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--format {path}: {error}; give a registered name or the import path of a class") from error
+    if not (isinstance(found, type) and issubclass(found, QuantFormat)):
+        raise ValueError(f"--format {path} is no subclass of QuantFormat")
+    return found
 
 
 def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args: Sequence[str]) -> None:
@@ -131,6 +151,9 @@ def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args
         }  # fmt: skip
         _write(unfinished, made, None)
         unfinished.rename(output)
+    except KeyboardInterrupt:
+        _say(f"stopped; nothing is left of {output}")
+        raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     _finish(given, base, Checkpoint(output, quantization), texts, made)
@@ -141,6 +164,9 @@ def _report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat)
     if not (given.report / "config.json").is_file():
         raise ValueError(f"--report {given.report} is no folder of a model; name one that holds config.json")
     prepare(str(given.report), quantization)  # that it is of this format
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (base, given.report))
+    if ours["vocab_size"] != theirs["vocab_size"] or ours["hidden_size"] != theirs["hidden_size"]:
+        raise ValueError(f"--model {given.model} is not the base of --report {given.report}: their sizes differ")
     earlier = given.report / "quality.json"
     made = json.loads(earlier.read_text())["made"] if earlier.is_file() else {}
     texts = _texts(given, base, calibrated=False)
@@ -220,7 +246,10 @@ def _texts(given: argparse.Namespace, base: Path, calibrated: bool) -> _Texts:
 
     longest = json.loads((base / "config.json").read_text()).get("max_position_embeddings")
     if longest is not None and given.max_length > longest:
-        raise ValueError(f"--max_length {given.max_length} is more than the {longest} tokens that the model knows")
+        raise ValueError(
+            f"--max_length {given.max_length} is more than the {longest} tokens that the model knows; "
+            f"give --max_length {longest}"
+        )
     tokenizer = AutoTokenizer.from_pretrained(base)
     wanted = {"held_out": (given.held_out, given.max_length)}
     if calibrated:
@@ -230,7 +259,10 @@ def _texts(given: argparse.Namespace, base: Path, calibrated: bool) -> _Texts:
     encoded = [encode(tokenizer, c, generate=True) for c in asked]
     fitting = [p for p in encoded if len(p) + given.sample_tokens <= (longest or math.inf)]
     if len(fitting) < given.sample_prompts:
-        _say(f"{len(fitting)} held-out prompts to sample from, not {given.sample_prompts}: only conversations have one")
+        _say(
+            f"{len(fitting)} held-out prompts to sample from, not {given.sample_prompts}: {len(encoded)} of the texts "
+            f"have one, and with --sample_tokens {given.sample_tokens} it must fit into the model's {longest} tokens"
+        )
     return _Texts(sequences, fitting[: given.sample_prompts])
 
 
