@@ -100,11 +100,13 @@ def draw(made: Mapping[str, Any], quality: Mapping[str, Any], target: Path) -> N
         weights.plot(range(len(errors["by_layer"])), [100 * e for e in errors["by_layer"]], label=kind, linewidth=1)
     weights.set_title("error of weights, %", loc="left", fontweight="bold")
     weights.set_xlabel("layer")
-    weights.set_ylim(0)
+    weights.xaxis.get_major_locator().set_params(integer=True)
+    weights.set_ylim(0, 115 * max(max(errors["by_layer"]) for errors in quality["weight_error"].values()))
     weights.legend(frameon=False, fontsize=7, ncols=2)
     held = quality["held_out"]
     kl.hist(held["kl_by_sequence"], bins=20, color=POLICY)
     kl.axvline(held["kl"]["value"], color="#111827", linewidth=0.9)
+    kl.set_ylabel("sequences")
     kl.set_title(f"KL a token: {held['kl']['value']:.4f}", loc="left", fontweight="bold")
     kl.set_xlabel("nats, mean of a held-out sequence")
     kl.locator_params(axis="x", nbins=4)
@@ -119,7 +121,8 @@ def draw(made: Mapping[str, Any], quality: Mapping[str, Any], target: Path) -> N
             entropy.errorbar(x + shift, e["value"], ends, color="#111827", linewidth=0.9, capsize=2)
     entropy.set_xticks(range(len(pairs)), list(pairs))
     entropy.set_title("entropy, nats", loc="left", fontweight="bold")
-    entropy.set_ylim(0, 1.25 * max(e["value"] for pair in pairs.values() for e in (pair["base"], pair["quantized"])))
+    shown = [e for pair in pairs.values() for e in (pair["base"], pair["quantized"])]
+    entropy.set_ylim(0, 1.25 * max(e.get("high", e["value"]) for e in shown))  # room for the legend
     entropy.legend(frameon=False, fontsize=7, ncols=2, loc="upper left")
     for axis in (weights, kl, entropy):
         axis.spines[["top", "right"]].set_visible(False)
