@@ -193,6 +193,7 @@ def _make_once(target: Path, make: Callable[[Path], None]) -> Path:
         unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
         try:
             make(unfinished)
+            readable(unfinished)
             unfinished.rename(target)
         except OSError:
             if not target.is_dir():  # somebody else was first otherwise
@@ -227,7 +228,6 @@ def write(folder: Path, config: dict[str, Any], quantization: QuantFormat, targe
     )
     (target / "config.json").write_text(json.dumps(config | {"quantization_config": quantization.config}, indent=1))
     copy_files(folder, target)
-    readable(target)
 
 
 def readable(folder: Path) -> None:

@@ -5,6 +5,7 @@ A step of few tokens waits for the weights. The kernel reads them from Humming's
 kernel that adds the adapter (decoding.py) sums up. A x of the adapter is computed in the same launch.
 """
 
+import ctypes
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -68,8 +69,6 @@ def _check(result: tuple[Any, ...]) -> Any:
 
 
 def _launch(kernel: Any, blocks: int, tensors: list[Tensor | None], sizes: list[int], factor: float) -> None:
-    import ctypes
-
     from cuda.bindings import driver
 
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

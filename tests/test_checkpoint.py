@@ -138,7 +138,8 @@ def test_a_format_that_was_edited_is_rounded_again(tmp_path: Path, monkeypatch: 
     usual = (tmp_path / "mine_edited.py").stat().st_mode & 0o777
     assert all(file.stat().st_mode & 0o777 == usual for file in first.glob("*.safetensors"))
     (tmp_path / "usual").mkdir()
-    assert first.stat().st_mode == (tmp_path / "usual").stat().st_mode
+    random = prepare("random:tiny-test", NVFP4(), tmp_path / "cache")
+    assert first.stat().st_mode == random.stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
 def test_a_file_that_was_cut_off(tmp_path: Path) -> None:

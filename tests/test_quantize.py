@@ -34,6 +34,7 @@ pytest.importorskip("llmcompressor", reason="needs llm-compressor: pip install '
 def test_a_checkpoint_that_fit_takes_as_it_is(made, algorithm):
     folder = made[algorithm]
     assert prepare(str(folder), NVFP4()) == folder
+    assert len({file.stat().st_mode for file in folder.iterdir() if file.is_file()}) == 1  # tensors as all else
     weights, base = Weights(folder), Weights(TINY)
     assert {n.rpartition(".")[0] for n in weights if n.endswith(".weight_packed")} == set(PROJECTIONS)
     for layer in range(5):

@@ -74,13 +74,14 @@ def _measure(results: Results, what: dict[str, Any], repeats: int) -> None:
     engine = _engine(what["variant"], where)
     engine.start(spec)
     try:
-        measure(results, what, engine, where, repeats)
+        measure(results, what, engine, repeats)
     finally:
         engine.close()
 
 
-def measure(results: Results, what: dict[str, Any], engine: Engine, where: str, repeats: int) -> None:
+def measure(results: Results, what: dict[str, Any], engine: Engine, repeats: int) -> None:
     """One row a phase, on an engine that runs."""
+    where, _ = device()
     # As the trainer's: FP32, on the same device, one tensor a matrix.
     tensors = {name: 0.01 * torch.randn(held.shape, device=where) for name, held in engine.adapter().items()}
     trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(engine=engine))

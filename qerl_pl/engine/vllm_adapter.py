@@ -29,7 +29,7 @@ class AdapterMethod:
     """
 
     def __init__(self, method: Any, a: Tensor, b: Tensor, widths: Sequence[int], kernels: bool) -> None:
-        self.method, self.a, self.b, self.widths, self.rank = method, a, b, tuple(widths), b.shape[1]
+        self.method, self.a, self.b, self.widths = method, a, b, tuple(widths)
         self.kernels = kernels and len(widths) <= 3 and _tiles(self.widths)
         self.activation: SwiGLU | None = None  # what takes the layer's output, if it adds the adapter itself
 
@@ -69,11 +69,9 @@ class AdapterMethod:
 
     def add(self, y: Tensor, x: Tensor) -> None:
         """The same by PyTorch: y [N, out] += B A x [N, in]."""
-        low, first = x @ self.a.T, 0
-        for part, width in enumerate(self.widths):
-            rows = slice(first, first + width)
-            y[:, rows].addmm_(low[:, part * self.rank : (part + 1) * self.rank], self.b[rows].T)
-            first += width
+        low = (x @ self.a.T).split(self.b.shape[1], 1)
+        for part, of_part, b in zip(y.split(self.widths, 1), low, self.b.split(self.widths), strict=True):
+            part.addmm_(of_part, b.T)
 
 
 class SwiGLU(nn.Module):
@@ -107,15 +105,15 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def fused_layers(model: Any) -> Iterator[tuple[str, Any, list[tuple[str, int]]]]:
-    """(name, layer, parts) of every linear layer in the blocks; the parts are (Hugging Face's name, outputs)."""
+def fused_layers(model: Any) -> Iterator[tuple[Any, list[tuple[str, int]]]]:
+    """(layer, parts) of every linear layer in the blocks; the parts are (Hugging Face's name, outputs)."""
     members: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for name, layer in model.named_modules():
         parent, _, leaf = name.rpartition(".")
         if hasattr(layer, "quant_method") and leaf in {*members, *PROJECTIONS}:
             sizes = getattr(layer, "output_partition_sizes", None) or [layer.output_size_per_partition]
             parts = zip(members.get(leaf, [leaf]), sizes, strict=True)
-            yield name, layer, [(f"{parent}.{part}", size) for part, size in parts]
+            yield layer, [(f"{parent}.{part}", size) for part, size in parts]
 
 
 def install(
@@ -123,7 +121,7 @@ def install(
 ) -> Slots:
     """Give every layer with a target a zero adapter; return its matrices."""
     slots: Slots = {}
-    for _, layer, parts in fused_layers(model):
+    for layer, parts in fused_layers(model):
         wanted = [name.rpartition(".")[2] in targets for name, _ in parts]
         if not any(wanted):
             continue

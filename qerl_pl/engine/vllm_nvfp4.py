@@ -137,11 +137,9 @@ class Nvfp4Kernel:
             y = torch.empty(len(rows), layer.output_size_per_partition, dtype=x.dtype, device=x.device)
             if bias is not None:
                 y.copy_(bias)
-            first = 0
             for weight in weights(layer, layer.output_partition_sizes):
-                part = y[:, first : first + weight.width]
+                part = y[:, weight.first : weight.first + weight.width]
                 part.addmm_(rows, weight.dense(x.dtype).T, beta=float(bias is not None), alpha=weight.scale)
-                first += weight.width
         else:
             for job in list(self._compiling):
                 self._compiling.pop(job).result()

@@ -19,7 +19,7 @@ CACHE_TAG = "kv_cache"  # vLLM's name of the pool
 
 def linear_weights(llm: Any) -> Iterator[tuple[str, Weight]]:
     """The weight of every projection by Hugging Face's name; those that vLLM computes as one are parts of a tensor."""
-    for _, layer, parts in fused_layers(vllm_compat.model(llm)):
+    for layer, parts in fused_layers(vllm_compat.model(llm)):
         if hasattr(layer, "humming"):
             from qerl_pl.engine import vllm_nvfp4
 

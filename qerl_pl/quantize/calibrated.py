@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from qerl_pl.checkpoint import Weights, copy_files, is_projection, projection, readable, stored_as
+from qerl_pl.checkpoint import Weights, copy_files, is_projection, projection, stored_as
 from registry.quantization import QuantFormat
 
 Say = Callable[[str], None]
@@ -104,7 +104,6 @@ def calibrate(
     config = json.loads((folder / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | {"quantization_config": written}, indent=1))
     copy_files(folder, target)
-    readable(target)
     check_stored(folder, target, quantization, written)
     return said
 

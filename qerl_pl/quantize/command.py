@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_pl.bench.machine import checkout, facts
-from qerl_pl.checkpoint import PROJECTIONS, Weights, prepare, projection, resolve, stored_as, write
+from qerl_pl.checkpoint import PROJECTIONS, Weights, prepare, projection, readable, resolve, stored_as, write
 from qerl_pl.quantize import card
 from qerl_pl.quantize.calibrated import ALGORITHMS, calibrate, check_algorithm, settings
 from qerl_pl.quantize.calibration import DEFAULT, Content, Sequences, Source, draw, encode
@@ -150,6 +150,7 @@ def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args
             "command": shlex.join(["qerl-pl", "quantize", *args]), "commit": checkout(), **facts(),
         }  # fmt: skip
         _write(unfinished, made, None)
+        readable(unfinished)
         unfinished.rename(output)
     except KeyboardInterrupt:
         _say(f"stopped; nothing is left of {output}")
