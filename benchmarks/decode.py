@@ -46,27 +46,33 @@ def main() -> None:
     arguments = parser.parse_args()
     batches = numbers(arguments.batch)
     results = Results("decode", arguments.output, arguments.commit)
-    spec = random_spec(arguments.model, arguments.format, arguments.rank, 256 + arguments.tokens, max(batches))
+    length = 256 + arguments.tokens
+    spec = random_spec(arguments.model, arguments.format, arguments.rank, length, max(batches) * (length + 128))
     free_memory()
     began = time.perf_counter()
     scratch = tempfile.TemporaryDirectory()
     stock = arguments.variant == "stock"
     engine: Any = Stock(spec, batches, Path(scratch.name)) if stock else Ours(spec, batches)
     print(f"start {time.perf_counter() - began:.1f} s, {engine.model_bytes() / 1e9:.2f} GB")
-    vocabulary = spec.config["vocab_size"]
-    # Of embeddings that are not the head too, a step reads only a row a token.
-    looked_up = 0 if spec.config["tie_word_embeddings"] else 2 * vocabulary * spec.config["hidden_size"]
+    what = {"model": arguments.model, "format": arguments.format, "variant": arguments.variant, "rank": arguments.rank}
     for batch in batches:
-        prompts = torch.randint(2, vocabulary, (batch, 256)).tolist()
-        engine.generate(prompts, 16)
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-            engine.generate(torch.randint(2, vocabulary, (batch, 256)).tolist(), arguments.tokens)
-        what = {"model": arguments.model, "format": arguments.format, "variant": arguments.variant}
-        measured = breakdown(profiler, arguments.tokens)
-        measured["limit_us"] = 1e6 * (engine.model_bytes() - looked_up) / arguments.bandwidth
-        results.add(what | {"rank": arguments.rank, "batch": batch}, measured)
+        results.add(what | {"batch": batch}, measure(engine, spec.config, batch, arguments.tokens, arguments.bandwidth))
     engine.close()
     results.finish()
+
+
+def measure(engine: Any, config: dict[str, Any], batch: int, tokens: int, bandwidth: float) -> dict[str, Any]:
+    """A profile of ``batch`` sequences, after 16 steps of others."""
+
+    def once(length: int) -> None:
+        engine.generate(torch.randint(2, config["vocab_size"], (batch, 256)).tolist(), length)
+
+    once(16)
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        once(tokens)
+    # Of embeddings that are not the head too, a step reads only a row a token.
+    looked_up = 0 if config["tie_word_embeddings"] else 2 * config["vocab_size"] * config["hidden_size"]
+    return breakdown(profiler, tokens) | {"limit_us": 1e6 * (engine.model_bytes() - looked_up) / bandwidth}
 
 
 def breakdown(profiler: Any, tokens: int) -> dict[str, Any]:

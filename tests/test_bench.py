@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_pl.bench import machine, peers, results
+from qerl_pl.bench import machine, peers, results, rollout
 from qerl_pl.bench.commands import WHAT, bench
+from qerl_pl.bench.spec import sequences_within
 from qerl_pl.bench.train import flops, ours
 from qerl_pl.checkpoint import PROJECTIONS, prepare
 from qerl_pl.engine import EngineSpec
@@ -127,22 +128,41 @@ def test_flops_by_hand():
     assert flops(settings, 2, 3, 2) == 2 * (4 * (2 * block * 5 + 80 * 2) + attention)
 
 
+def test_sequences_within_a_budget_by_hand():
+    """32B in BF16 and NVFP4 on 80 GB: 64 layers, hidden 5,120, ffn 27,648, 40 heads and 8 of keys, each of 128."""
+    block, head = 2 * 5120**2 + 2 * 1024 * 5120 + 3 * 5120 * 27648, 2 * 2 * 152064 * 5120
+    adapter = 64 * 32 * (2 * (5120 + 5120) + 2 * (5120 + 1024) + 3 * (5120 + 27648))
+    batch = 8192 * 2 * (3 * 27648 + 2 * 5120) + 256 * 152064 * 8
+    for quantization, bits, layer in ((BF16(), 16, 0), (NVFP4(), 4.5, 2 * 27648 * 5120 * 2)):
+        free = 0.97 * 80e9 - 64 * block * bits / 8 - head - layer - 0.9e9 - 2 * adapter - batch
+        spec = EngineSpec(prepare("random:32B", quantization), quantization, 32, 32.0, PROJECTIONS)
+        want = int(free // (2 * 64 * 1024 * 2 * 2304))
+        assert sequences_within(spec, 80, 2304, 8192, 256) == want > 10
+        assert sequences_within(spec, 80, 2304, 8192, 9) == 9
+        assert sequences_within(spec, 10, 2304, 8192, 256) == 0
+
+
 @needs_vllm
 @pytest.mark.slow
-def test_rollout(tmp_path):
+def test_rollout(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout, "LONG", 12)
     output = tmp_path / "rollout.json"
     arguments = ["rollout", *SHORT, "--format", "nvfp4", "--completion_length", "8", "--output", str(output)]
-    bench([*arguments, "--rank", "0,4", "--batch", "1,3"])
+    bench([*arguments, "--rank", "0,4", "--batch", "1,3", "--budget_gb", "1.3"])
     rows = read(output)
-    assert keys(rows, "variant", "rank", "batch", "error") == [
-        ("stock", 0, 1, None), ("stock", 0, 3, None), ("stock", 4, 1, None), ("stock", 4, 3, None),
-        ("ours", 4, 1, None), ("ours", 4, 3, None),
-    ]  # fmt: skip
+    assert keys(rows, "rank", "variant", "batch", "completion_length", "budget_gb", "error") == [
+        (rank, variant, *row, None)
+        for rank in (0, 4)
+        for variant in ("stock", "ours")
+        for row in ((1, 8, None), (3, 8, None), (3, 12, 1.3))
+    ]
     assert all(row["tokens_per_s_min"] <= row["tokens_per_s"] <= row["tokens_per_s_max"] for row in rows)
     stock = [row for row in rows if row["variant"] == "stock"]
     # Stock completions never end before their length.
     for row in stock:
-        assert row["tokens_per_s"] * row["milliseconds"] / 1e3 == pytest.approx(8 * row["batch"], rel=0.01)
+        assert row["tokens_per_s"] * row["milliseconds"] / 1e3 == pytest.approx(
+            row["completion_length"] * row["batch"], rel=0.01
+        )
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=needs_vllm)])

@@ -18,7 +18,7 @@ from qerl_pl.memory import GB
 
 IDENTITY = (
     "bench", "model", "format", "variant", "rank", "batch", "phase", "checkpointing", "tokens", "prompts",
-    "generations", "prompt_length", "completion_length", "config", "options", "memory_gb",
+    "generations", "prompt_length", "completion_length", "config", "options", "memory_gb", "budget_gb",
 )  # fmt: skip
 """What tells one row from another; all else is measured."""
 

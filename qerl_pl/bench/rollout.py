@@ -20,13 +20,17 @@ from qerl_pl.bench.results import (
     seconds,
     spread,
 )  # fmt: skip
-from qerl_pl.bench.spec import random_spec
+from qerl_pl.bench.spec import random_spec, sequences_within
 from qerl_pl.engine.base import EngineSpec
 from qerl_pl.random_model import projections
 from qerl_pl.types import Sampling
 from registry.quantization import FORMATS
 
 VARIANTS = ("stock", "ours")
+LONG = 2048
+"""Tokens of a completion in the row of ``budget_gb``."""
+BLOCKS = 128
+"""Tokens that a sequence takes in the KV cache on top: it is rounded up to blocks, and some are kept."""
 
 
 def rollout(
@@ -38,6 +42,7 @@ def rollout(
     prompt_length: int = 256,
     completion_length: int = 128,
     repeats: int = 3,
+    budget_gb: float | None = None,
     memory_gb: float | None = None,
     output: Path | None = None,
     commit: str | None = None,
@@ -45,16 +50,19 @@ def rollout(
     """Tokens per second of vLLM with an adapter: stock settings, and the project's engine.
 
     Prompts are random and new in every repeat, so their prefill counts. At temperature 1, with log-probabilities.
+    With ``budget_gb`` there is one more row: of the largest batch asked for with completions of 2,048 tokens, the
+    sequences for which a card with so much memory has room are sampled at once.
 
     Args:
         model: shapes, separated by commas.
         format: weight formats.
         variant: stock (vllm.LLM, the adapter from a file) and ours (the project's engine).
-        rank: of the adapter; 0 is the base without LoRA, of stock alone.
+        rank: of the adapter; 0 is the base without LoRA.
         batch: completions sampled at the same time.
         prompt_length: tokens.
         completion_length: tokens.
         repeats: timed calls of each batch, after a warm-up.
+        budget_gb: memory of the card for the row of long completions.
         memory_gb: memory of the GPU that may be used, as on a smaller card.
         output: JSON file to add the rows to.
         commit: of the code, where this is no git checkout.
@@ -66,44 +74,59 @@ def rollout(
     for name in names(model):
         for form in formats:
             for size in numbers(rank):
-                for kind in variants if size else ["stock"]:
+                for kind in variants:
                     what = {
                         "model": name, "format": form, "variant": kind, "rank": size, "memory_gb": memory_gb,
                         "prompt_length": prompt_length, "completion_length": completion_length,
                     }  # fmt: skip
                     with results.candidate(what):
-                        _measure(results, what, batches, repeats)
+                        _measure(results, what, batches, repeats, budget_gb)
     results.finish()
 
 
-def _measure(results: Results, what: dict[str, Any], batches: Sequence[int], repeats: int) -> None:
+def _measure(
+    results: Results, what: dict[str, Any], batches: Sequence[int], repeats: int, budget_gb: float | None
+) -> None:
     """One engine, all batches."""
-    length = what["prompt_length"] + what["completion_length"]
-    spec = random_spec(what["model"], what["format"], what["rank"], length, max(batches))
-    vocabulary = spec.config["vocab_size"]
+    prompt_length, completion_length = what["prompt_length"], what["completion_length"]
+    stock, most = what["variant"] == "stock", max(batches)
+    length, kv_tokens = prompt_length + completion_length, most * (prompt_length + completion_length + BLOCKS)
+    spec, fitting, graphs = random_spec(what["model"], what["format"], what["rank"], length, kv_tokens), 0, [*batches]
+    if budget_gb is not None:
+        length = prompt_length + LONG
+        # vllm.LLM computes 16,384 prompt tokens at once on such a card, ours 8,192.
+        fitting = sequences_within(spec, budget_gb, length, 16384 if stock else 8192, most)
+        if not fitting:
+            raise ValueError(f"--budget_gb {budget_gb}: not one sequence of {length} tokens fits beside the model")
+        kv_tokens, graphs = max(kv_tokens, fitting * (length + BLOCKS)), [*batches, fitting]
+        spec = random_spec(what["model"], what["format"], what["rank"], length, kv_tokens)
+    vocabulary, draws = spec.config["vocab_size"], torch.Generator().manual_seed(0)
     free_memory()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
-        stock = what["variant"] == "stock"
-        engine = Stock(spec, batches, Path(scratch)) if stock else Ours(spec, batches)
+        engine = Stock(spec, graphs, Path(scratch)) if stock else Ours(spec, graphs)
         started = time.perf_counter() - began
+
+        def once(batch: int, tokens: int) -> int:
+            prompts = torch.randint(2, vocabulary, (batch, prompt_length), generator=draws)
+            return engine.generate(prompts.tolist(), tokens)
+
+        def add(batch: int, tokens: int, repeats: int, extra: dict[str, Any], warm_up: int) -> None:
+            counts: list[int] = []
+            once(batch, min(24, tokens))
+            times = seconds(lambda: counts.append(once(batch, tokens)), repeats, warm_up)
+            rates = [count / time for count, time in zip(counts[warm_up:], times, strict=True)]
+            measured = {
+                **spread("tokens_per_s", rates), **spread("milliseconds", [1e3 * t for t in times]),
+                "model_gb": engine.model_bytes() / 1e9, **peak(), "start_s": started, "repeats": repeats,
+            }  # fmt: skip
+            results.add(what | {"batch": batch, "completion_length": tokens} | extra, measured)
+
         try:
-            draws = torch.Generator().manual_seed(0)
             for batch in batches:
-                counts: list[int] = []
-
-                def once(tokens: int, batch: int = batch, counts: list[int] = counts) -> None:
-                    prompts = torch.randint(2, vocabulary, (batch, what["prompt_length"]), generator=draws)
-                    counts.append(engine.generate(prompts.tolist(), tokens))
-
-                once(min(24, what["completion_length"]))
-                times = seconds(lambda: once(what["completion_length"]), repeats)
-                rates = [count / time for count, time in zip(counts[-repeats:], times, strict=True)]
-                measured = {
-                    **spread("tokens_per_s", rates), **spread("milliseconds", [1e3 * t for t in times]),
-                    "model_gb": engine.model_bytes() / 1e9, **peak(), "start_s": started, "repeats": repeats,
-                }  # fmt: skip
-                results.add(what | {"batch": batch}, measured)
+                add(batch, completion_length, repeats, {}, warm_up=1)
+            if budget_gb is not None:  # so many tokens that one call is enough
+                add(fitting, LONG, 1, {"budget_gb": budget_gb}, warm_up=0)
         finally:
             engine.close()
 
@@ -116,8 +139,9 @@ class Ours:
 
         self.engine = VLLMEngine(max_num_seqs=max(batches), cudagraph_sizes=sorted(set(batches)))
         self.engine.start(spec)
-        self.engine.load_adapter({n: 0.01 * torch.randn(t.shape) for n, t in self.engine.adapter().items()})
-        self.engine.refresh()
+        if spec.targets:
+            self.engine.load_adapter({n: 0.01 * torch.randn(t.shape) for n, t in self.engine.adapter().items()})
+            self.engine.refresh()
         self.calls = 0
 
     def generate(self, prompts: list[list[int]], tokens: int) -> int:
@@ -139,7 +163,7 @@ class Stock:
     def __init__(self, spec: EngineSpec, batches: Sequence[int], scratch: Path) -> None:
         from qerl_pl.engine.vllm_stock import StockVLLM
 
-        adapter = write_adapter(spec, scratch) if spec.rank else None
+        adapter = write_adapter(spec, scratch) if spec.targets else None
         self.llm = StockVLLM(spec, max(batches), adapter, sorted(set(batches)))
 
     def generate(self, prompts: list[list[int]], tokens: int) -> int:

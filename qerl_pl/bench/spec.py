@@ -5,22 +5,47 @@ from dataclasses import replace
 from qerl_pl.bench.results import device
 from qerl_pl.checkpoint import PROJECTIONS, prepare
 from qerl_pl.engine.base import EngineSpec
-from qerl_pl.memory import Shape, kv_bytes_per_token
+from qerl_pl.memory import (
+    BF16,
+    CONTEXT,
+    GB,
+    GRAPHS,
+    UNUSED,
+    Shape,
+    adapter_size,
+    engine_bytes,
+    kv_bytes_per_token,
+    scratch_bytes,
+    weight_bytes,
+)  # fmt: skip
 from qerl_pl.random_model import PREFIX
 from registry.quantization import FORMATS
 
 
-def random_spec(model: str, format: str, rank: int, max_length: int, sequences: int = 0) -> EngineSpec:
-    """A shape (``7B``) in a format, with a KV cache for so many sequences of ``max_length`` tokens.
+def random_spec(model: str, format: str, rank: int, max_length: int, kv_tokens: int = 0) -> EngineSpec:
+    """A shape (``7B``) in a format, with a KV cache for so many tokens.
 
-    Without ``sequences`` the size of the cache is the engine's affair.
+    Without ``kv_tokens`` the size of the cache is the engine's affair. Rank 0 has no target.
     """
     where, dtype = device()
     quantization = FORMATS[format]()
     folder = prepare(PREFIX + model, quantization)
-    spec = EngineSpec(folder, quantization, rank, float(rank), PROJECTIONS, dtype, where, max_length)
-    if not sequences:
+    targets = PROJECTIONS if rank else ()
+    spec = EngineSpec(folder, quantization, max(rank, 1), float(max(rank, 1)), targets, dtype, where, max_length)
+    if not kv_tokens:
         return spec
-    # Each sequence is rounded up to blocks; on the CPU keys and values are FP32.
+    # On the CPU keys and values are FP32.
     token = kv_bytes_per_token(Shape.read(spec.config)) * (2 if where == "cpu" else 1)
-    return replace(spec, kv_cache_bytes=sequences * (max_length + 128) * token)
+    return replace(spec, kv_cache_bytes=kv_tokens * token)
+
+
+def sequences_within(spec: EngineSpec, budget_gb: float, length: int, batched_tokens: int, most: int) -> int:
+    """So many sequences of ``length`` tokens a card of ``budget_gb`` has room for beside the model, at most ``most``.
+
+    As in the memory plan, of which a sampler alone has but a part.
+    """
+    shape, bits = Shape.read(spec.config), spec.quantization.bits_per_weight
+    taken = weight_bytes(shape, bits) + scratch_bytes(shape, bits) + CONTEXT + GRAPHS
+    taken += BF16 * adapter_size(shape, spec.rank, spec.targets) + engine_bytes(shape, batched_tokens, most)
+    free = int((1 - UNUSED) * budget_gb * GB) - taken
+    return max(0, min(most, free // (kv_bytes_per_token(shape) * length)))

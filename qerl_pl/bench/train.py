@@ -97,7 +97,7 @@ def _measure(what: dict[str, Any], repeats: int) -> dict[str, Any]:
     kind = what["variant"]
     stored = "bf16" if kind == "peft-nf4" else what["format"]  # bitsandbytes quantizes while loading
     length = what["prompt_length"] + what["completion_length"]
-    spec = random_spec(what["model"], stored, what["rank"], length, sequences=1)  # the cache is that of ``shared``
+    spec = random_spec(what["model"], stored, what["rank"], length, length)  # the cache is that of ``shared``
     settings = spec.config
     free_memory()
     if kind == "shared":

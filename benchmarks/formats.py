@@ -1,0 +1,186 @@
+"""What each weight format does to one model before training, and that the same ``fit`` runs with it.
+
+    python benchmarks/formats.py --model Qwen2.5-Coder-0.5B-Instruct --texts gsm8k/test.jsonl \
+        --output OUT.json -- --config configs/gsm8k_0.5b.yaml
+
+Arguments behind ``--`` are those of ``qerl-pl fit``. Weights are rounded to nearest. Each format runs in a process of
+its own: pass@1 on the test prompts, entropy of its own samples at several temperatures, a few steps of ``fit``, and KL
+to BF16 on ``--texts``. All formats sample the same prompts, so that differences to BF16 are paired.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from qerl_pl.bench.machine import describe
+
+FORMATS = "bf16,nvfp4,mxfp4,nf4,int4,int8,fp8"
+CHUNK = 32  # completions that go through the model at once
+
+
+def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One row of the result."""
+    from qerl_pl.callbacks import EvaluationResults
+    from qerl_pl.checkpoint import prepare, resolve
+    from qerl_pl.lightning_cli import QeRLCLI
+    from qerl_pl.quantize.quality import Checkpoint, mean, unquantized, weight_errors
+
+    sys.argv = sys.argv[:1]
+    args = [*options.fit, f"--model.model={options.model}", f"--model.quantization={name}"]
+    cli = QeRLCLI([*args, f"--trainer.max_steps={options.steps}", "--trainer.limit_val_batches=0"], run=False)
+    for callback in cli.trainer.callbacks:
+        if isinstance(callback, EvaluationResults):
+            callback.quiet = True
+    (tested,) = cli.trainer.test(cli.model, cli.datamodule, verbose=False)
+    entropies = {t: sample(cli, options, float(t)) for t in options.temperatures.split(",")}
+    began = time.perf_counter()
+    cli.trainer.fit(cli.model, cli.datamodule)
+    seconds = time.perf_counter() - began
+    cli.datamodule.engine.close()
+    base, quantized = (
+        unquantized(resolve(options.model)),
+        Checkpoint(prepare(options.model, cli.model.quantization), cli.model.quantization),
+    )
+    errors = {} if name == "bf16" else weight_errors(base, quantized, str(cli.model.device))
+    rate = {key: tested[f"test/pass@1{end}"] for key, end in (("value", ""), ("low", "_low"), ("high", "_high"))}
+    return {
+        "format": name, "bits_per_weight": cli.model.quantization.bits_per_weight,
+        "bytes": sum(file.stat().st_size for file in quantized.folder.glob("*.safetensors")),
+        "weight_error": fmean(e for kind in errors.values() for e in kind) if errors else 0.0,
+        "weight_error_by_kind": {kind: fmean(e) for kind, e in errors.items()},
+        "kl": asdict(mean(divergence(base, quantized, options))),
+        "pass@1": rate,
+        "entropy": {t: asdict(mean(values)) for t, values in entropies.items()},
+        "entropy_by_prompt": {t: [float(f"{v:.4g}") for v in values] for t, values in entropies.items()},
+        "fit": {"seconds": round(seconds, 1), **logged(cli)},
+    }  # fmt: skip
+
+
+def sample(cli: Any, options: argparse.Namespace, temperature: float) -> list[float]:
+    """Entropy (nats a token) of the distribution that is sampled from, one number a prompt of the test set."""
+    import torch
+
+    from qerl_pl.rollouts import collate
+    from qerl_pl.seeds import derive_seed
+    from qerl_pl.types import Sampling
+
+    data, policy = cli.datamodule, cli.model.policy
+    prompts = data.prompts("test", next(iter(data.sets("test"))))
+    prompts = [prompts[i] for i in range(min(options.prompts, len(prompts)))]
+    sampling = Sampling(options.samples, data.eval_sampling.max_tokens, temperature)
+    seeds = [derive_seed("entropy", i) for i in range(len(prompts))]
+    groups = data.engine.generate([p.token_ids for p in prompts], sampling, seeds)
+    batch = collate([p for p in prompts for _ in range(sampling.n)], [c for group in groups for c in group])
+    sums = []
+    for start in range(0, len(batch.lengths), CHUNK):
+        part = slice(start, start + CHUNK)
+        rows = [t[part].to(cli.model.device) for t in (batch.tokens, batch.lengths, batch.completion_mask)]
+        with torch.no_grad():
+            sums.append(policy(*rows, temperature=temperature)[1].sum(1).cpu())
+    tokens = batch.completion_mask.sum(1).view(-1, sampling.n).sum(1)
+    return list((torch.cat(sums).view(-1, sampling.n).sum(1) / tokens).tolist())
+
+
+def divergence(base: Any, quantized: Any, options: argparse.Namespace) -> list[float]:
+    """KL(BF16 || format) of the next token in nats, one number a sequence of 512 tokens of ``--texts``."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from qerl_pl.bench.results import device
+    from qerl_pl.quantize.calibration import Source, draw
+    from qerl_pl.quantize.quality import compare, hidden_states
+
+    where, dtype = device()
+    tokenizer = AutoTokenizer.from_pretrained(base.folder)
+    drawn, _ = draw(tokenizer, Source(options.texts, 0), {"held_out": (options.sequences, options.length)})
+    held = drawn["held_out"].tokens
+    states = [hidden_states(c, held, where, getattr(torch, dtype)) for c in (base, quantized)]
+    return compare(states[0], states[1], held, where).kl
+
+
+def logged(cli: Any) -> dict[str, list[float]]:
+    """What ``fit`` wrote of reward, and of the difference between engine and trainer."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(cli.trainer.log_dir), size_guidance={"scalars": 0}).Reload()
+    names = ("reward", "sampling/logp_difference/mean", "grad_norm")
+    return {n: [float(f"{e.value:.4g}") for e in events.Scalars(n)] for n in names if n in events.Tags()["scalars"]}
+
+
+def difference(row: dict[str, Any], base: dict[str, Any], temperature: str) -> Any:
+    """The change of entropy from BF16, paired by prompt."""
+    from qerl_pl.quantize.quality import mean
+
+    pairs = zip(row["entropy_by_prompt"][temperature], base["entropy_by_prompt"][temperature], strict=True)
+    return mean([ours - theirs for ours, theirs in pairs])
+
+
+def table(rows: list[dict[str, Any]], temperatures: list[str]) -> str:
+    base = next((row for row in rows if row["format"] == "bf16" and "error" not in row), None)
+    lines = [["format", "GB", "weight error", "KL", *(f"entropy, T = {t}" for t in temperatures), "pass@1"]]
+    lines.append(["---"] * len(lines[0]))
+    for row in rows:
+        if "error" in row:
+            lines.append([row["format"], row["error"]])
+            continue
+        cells = [row["format"], f"{row['bytes'] / 1e9:.3f}", f"{row['weight_error']:.1%}", f"{row['kl']['value']:.4f}"]
+        for t in temperatures:
+            change = None if base is None or row is base else difference(row, base, t)
+            cells.append(
+                f"{row['entropy'][t]['value']:.3f}"
+                + (f" ({change.value:+.3f} ± {change.half_width:.3f})" if change else "")
+            )
+        rate = row["pass@1"]
+        lines.append([*cells, f"{rate['value']:.1%} ± {(rate['high'] - rate['low']) / 2:.1%}"])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="BF16 model: a folder or a name on the hub")
+    parser.add_argument("--texts", required=True, help="held-out texts for KL, as qerl-pl quantize --calibration")
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--formats", default=FORMATS)
+    parser.add_argument("--temperatures", default="0.6,0.8,1.0,1.2")
+    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=2, help="of fit")
+    parser.add_argument("--parallel", type=int, default=1, help="formats at the same time")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--commit", help="if this is no git checkout")
+    parser.add_argument("fit", nargs=argparse.REMAINDER, help="-- and the arguments of qerl-pl fit")
+    options = parser.parse_args()
+    options.fit = options.fit[1:] if options.fit[:1] == ["--"] else options.fit
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the command line does
+    names, found = options.formats.split(","), {}
+    said = {k: v for k, v in vars(options).items() if k not in ("output", "commit", "parallel")}
+    with ProcessPoolExecutor(options.parallel, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        jobs = {pool.submit(run, name, options): name for name in names}
+        for job in as_completed(jobs):
+            name = jobs[job]
+            try:
+                found[name] = job.result()
+            except Exception as error:  # one format's failure is its row
+                found[name] = {"format": name, "error": f"{type(error).__name__}: {error}"}
+            print(f"{name}: {found[name].get('error', 'done')}", flush=True)
+            rows = [found[name] for name in names if name in found]
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text(
+                json.dumps(describe(options.commit) | {"arguments": said, "rows": rows}, indent=1) + "\n"
+            )
+    print("\n" + table(rows, options.temperatures.split(",")))
+    if any("error" in row for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
