@@ -47,6 +47,7 @@ def compiled(capability: tuple[int, int]) -> Any:
     """The kernel for GPUs of this compute capability. RuntimeError or ImportError if it cannot be compiled here."""
     from cuda.bindings import driver, nvrtc
 
+    torch.cuda.synchronize()  # the driver loads modules into a context, and so far there may be none
     source = (files("qerl_pl") / "decode_linear.cu").read_bytes()
     program = _check(nvrtc.nvrtcCreateProgram(source, b"decode_linear.cu", 0, [], []))
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(), b"--std=c++17"]

@@ -139,7 +139,11 @@ def shut_down(llm: Any) -> None:
 
     0.32 does this when the engine is collected, 0.26 does not.
     """
+    from vllm.platforms import current_platform
+
     llm.llm_engine.engine_core.shutdown()
+    # PyTorch captures nothing into a pool whose graphs are gone, and vLLM keeps one for the whole process.
+    type(current_platform)._global_graph_pool = None
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen2Config
 
 from qerl_pl.checkpoint import Weights, stored_projection
-from qerl_pl.engine.base import EngineSpec
+from qerl_pl.engine.base import CannotShareError, EngineSpec
 from qerl_pl.engine.vllm import VLLMEngine
 from qerl_pl.packed import SharedLinear
 from qerl_pl.policy import Policy, copy_adapter
@@ -26,6 +26,7 @@ pytestmark = [
 PROMPTS = [[2 + (7 * i + 3 * j) % 97 for j in range(5 + i)] for i in range(4)]
 SAMPLING = Sampling(n=4, max_tokens=24)
 BF16_ULP = 2.0**-8
+ODD = 192  # hidden size: q, k and v together are no multiple of 128
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Case:
 
 @pytest.fixture(
     scope="module",
-    params=[(BF16(), True, 256), (NVFP4(), True, 256), (NVFP4(), False, 256), (NVFP4(), True, 192)],
+    params=[(BF16(), True, 256), (NVFP4(), True, 256), (NVFP4(), False, 256), (NVFP4(), True, ODD)],
     ids=["bf16", "nvfp4", "nvfp4-without-kernels", "nvfp4-of-odd-shapes"],
 )
 def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
@@ -99,6 +100,10 @@ def test_adapter_and_noise_through_cuda_graphs(case: Case) -> None:
 
 def test_the_engines_weights_are_the_checkpoints(case: Case) -> None:
     """Read by our kernel, and by multiplying the identity with vLLM's own."""
+    if case.reference.config.hidden_size == ODD:
+        with pytest.raises(CannotShareError, match="not in Marlin's NVFP4 layout"):  # it pads them
+            case.engine.shared_weights()
+        return
     shared, weights = case.engine.shared_weights(), Weights(case.spec.folder)
     projections = [n for n in shared if n.rpartition(".")[2] in TARGETS]
     assert len(projections) == 2 * 7
@@ -139,6 +144,8 @@ def test_the_kernels_in_use(case: Case) -> None:
 
 
 def test_a_policy_on_the_engines_weights_is_the_policy(case: Case) -> None:
+    if case.reference.config.hidden_size == ODD:
+        pytest.skip("the policy has weights of its own")
     shared, precise = case.engine.shared_weights(), replace(case.spec, dtype="float32")
     projections = {name: weight for name, weight in shared.items() if not isinstance(weight, torch.Tensor)}
     adapter = random_adapter(case.reference, 2)
