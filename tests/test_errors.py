@@ -52,7 +52,37 @@ def answer(arguments, capsys, monkeypatch) -> str:
         ),
         (["--data.engine", "vlm"], "unknown engine 'vlm'. Did you mean 'vllm'?"),
         (["--model.lora.rnak", "8"], "--model.lora.rnak 8. Did you mean 'model.lora.rank'?"),
-        (["--model.lora.rank", "eight"], "model.lora.rank"),
+        (["--model.lora.rank", "eight"], "error: model.lora.rank: eight must be a whole number"),
+        (["--model.memory_gb", "much"], "error: model.memory_gb: much must be a number or null"),
+        (
+            ["--model.gradient_checkpointing", "some"],
+            "error: model.gradient_checkpointing: some must be true or false or a whole number or auto",
+        ),
+        (
+            ["--model.quantization", "int4", "--model.quantization.group_size", "abc"],
+            "error: model.quantization: Int4: group_size: abc must be a whole number or null",
+        ),
+        (
+            ["--model.quantization", "int4", "--model.quantization.group_size", "0"],
+            "error: quantization.group_size: 0 must be a positive multiple of 8, the codes of a word; give 32, 64",
+        ),
+        (
+            ["--model.quantization", "int4", "--model.quantization.group_size", "7"],
+            "error: quantization.group_size: 7 must be a positive multiple of 8, the codes of a word; give 32, 64",
+        ),
+        (["--model.noise.sigma_start", "-3"], "error: sigma_start must be a finite number of at least 0, got -3.0"),
+        (
+            ["--data.rewards", "[gsm8k, {class_path: python, init_args: {function: nowhere.f}}]"],
+            "error: reward function 'nowhere.f' cannot be imported (No module named 'nowhere')",
+        ),
+        (
+            ["--data.test", "{a: {class_path: file, init_args: {path: x, limit: 0}}}"],
+            "error: limit must be at least 1, got 0; leave it out to read all rows",
+        ),
+        (
+            ["--data.test", "{a: {class_path: arithmetic, init_args: {size: abc}}}"],
+            "error: data.test: Arithmetic: size: abc must be a whole number",
+        ),
         (["--model.model", "./nothere"], "there is no folder './nothere'"),
         (["--data.num_generations", "1"], "a group needs at least 2 completions"),
         (["--trainer.precision", "bf16-true"], "use 32-true, and model.dtype: bfloat16"),
