@@ -1,6 +1,7 @@
 """Checkpoints: what is found, what is written, and what llm-compressor makes."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from qerl_pl.checkpoint import Weights, is_projection, prepare, projection, resolve, stored_projection
 from qerl_pl.model import build_model
 from qerl_pl.packed import PackedLinear
-from registry.quantization import BF16, NVFP4
+from registry.quantization import BF16, FP8, MXFP4, NF4, NVFP4, Int4, Int8
 from tests.reference import dequantize_nvfp4, llama, qwen2, write_checkpoint
 
 
@@ -53,6 +54,38 @@ def test_the_format_must_be_that_of_the_checkpoint(tmp_path):
     write_checkpoint(tmp_path / "model", qwen2(), NVFP4())
     with pytest.raises(ValueError, match=r"is stored as 'nvfp4-pack-quantized, 4-bit float groups of 16', .*: bf16"):
         prepare(str(tmp_path / "model"), BF16())
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "fix"),
+    [
+        (NVFP4(), BF16(), "set model.quantization: nvfp4"),
+        (NVFP4(), Int4(), "set model.quantization: nvfp4"),
+        (Int4(32), NVFP4(), "set model.quantization: int4 and model.quantization.group_size: 32"),
+        (Int4(32), Int4(64), "set model.quantization: int4 and model.quantization.group_size: 32"),
+        (Int4(None), Int4(64), "set model.quantization: int4 and model.quantization.group_size: null"),
+        (Int8(), FP8(), "set model.quantization: int8"),
+        (FP8(), Int8(), "set model.quantization: fp8"),
+        (NF4(), MXFP4(), "set model.quantization: nf4"),
+        (MXFP4(), NF4(), "set model.quantization: mxfp4"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_the_format_that_would_fit_is_named(stored, asked, fix, tmp_path):
+    config = json.loads((resolve("tiny") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": stored.config}))
+    with pytest.raises(ValueError, match=re.escape(f"; {fix}") + "$"):
+        prepare(str(tmp_path), asked)
+
+
+@pytest.mark.parametrize("changed", [{"symmetric": False}, {"group_size": 12, "strategy": "group"}])
+def test_a_format_that_nothing_reads(changed, tmp_path):
+    found = Int4(32).config
+    found["config_groups"]["group_0"]["weights"] |= changed
+    config = json.loads((resolve("tiny") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": found}))
+    with pytest.raises(ValueError, match=r"no registered format reads it \(bf16, .*\); name the BF16 model that it"):
+        prepare(str(tmp_path), NVFP4())
 
 
 def test_what_is_no_model(tmp_path):

@@ -125,6 +125,11 @@ def test_a_report_on_another_base(made, texts, tmp_path, capsys, monkeypatch):
     assert "is not the base of --report" in said and "their sizes differ" in said
 
 
+def test_a_report_on_another_format(made, texts, capsys, monkeypatch):
+    said = refused(arguments(texts, report=made["rtn"], format="int4", group_size=32), capsys, monkeypatch)
+    assert said.endswith("4-bit float groups of 16', which is not --format int4; give --format nvfp4")
+
+
 def test_places_that_are_refused(texts, tmp_path, capsys, monkeypatch):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("")

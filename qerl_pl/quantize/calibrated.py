@@ -13,7 +13,8 @@ from unittest import mock
 
 import torch
 
-from qerl_pl.checkpoint import Weights, copy_files, is_projection, projection, stored_as
+from qerl_pl.checkpoint import Weights, copy_files, is_projection, projection
+from qerl_pl.stored import stored_as
 from registry.quantization import QuantFormat
 
 Say = Callable[[str], None]

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from qerl_pl.bench.machine import checkout, facts
-from qerl_pl.checkpoint import PROJECTIONS, Weights, prepare, projection, readable, resolve, stored_as, write
+from qerl_pl.checkpoint import PROJECTIONS, Weights, prepare, projection, readable, resolve, write
 from qerl_pl.quantize import card
 from qerl_pl.quantize.calibrated import ALGORITHMS, calibrate, check_algorithm, settings
 from qerl_pl.quantize.calibration import DEFAULT, Content, Sequences, Source, draw, encode
 from qerl_pl.quantize.quality import Checkpoint, assess, unquantized
 from qerl_pl.random_model import is_random
+from qerl_pl.stored import StoredOtherwiseError, stored_as
 from registry.prompts import PROMPTS
 from registry.quantization import FORMATS, QuantFormat
 
@@ -164,7 +165,13 @@ def _report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat)
     check_model(given.model, base, quantization)
     if not (given.report / "config.json").is_file():
         raise ValueError(f"--report {given.report} is no folder of a model; name one that holds config.json")
-    prepare(str(given.report), quantization)  # that it is of this format
+    try:
+        prepare(str(given.report), quantization)
+    except StoredOtherwiseError as error:
+        raise ValueError(
+            f"--report {given.report} is stored as {error.found!r}, which is not --format {given.format}; "
+            + error.fix("give --format {}", "--{} {}")
+        ) from error
     ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (base, given.report))
     if ours["vocab_size"] != theirs["vocab_size"] or ours["hidden_size"] != theirs["hidden_size"]:
         raise ValueError(f"--model {given.model} is not the base of --report {given.report}: their sizes differ")
