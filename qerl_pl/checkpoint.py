@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl import random_model
-from qerl_pl.stored import StoredOtherwiseError
+from qerl_pl.stored import StoredOtherwiseError, check_round_trip
 from qerl_pl.stored import stored_as as stored_as
 from registry.quantization import BF16, QuantFormat
 
@@ -233,6 +233,7 @@ def _quantized(weights: Weights, quantization: QuantFormat) -> Iterator[dict[str
         raise ValueError(
             f"the checkpoint has none of the layers {', '.join(PROJECTIONS)}; its architecture is not supported"
         )
+    checked = False
     for name in weights:
         module = name.removesuffix(".weight")
         if module not in projections:
@@ -246,7 +247,11 @@ def _quantized(weights: Weights, quantization: QuantFormat) -> Iterator[dict[str
         dense = [weights[f"{m}.weight"].to(device) for m in members]
         for member, weight in zip(members, dense, strict=True):
             quantization.check(member, weight.shape[1])
-        for member, stored in zip(members, quantization.quantize(dense), strict=True):
+        parts = quantization.quantize(dense)
+        if not checked:  # one is enough to find a mistake, and costs next to nothing beside all that follow
+            check_round_trip(members[0], dense[0], parts[0], quantization)
+            checked = True
+        for member, stored in zip(members, parts, strict=True):
             yield {f"{member}.{key}": tensor.cpu().contiguous() for key, tensor in stored.items()}
 
 

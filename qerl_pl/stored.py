@@ -1,8 +1,11 @@
-"""How a checkpoint is stored, and which registered format reads it."""
+"""How a checkpoint is stored, which registered format reads it, and whether a format gives back what it took."""
 
 import inspect
 from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from registry.quantization import FORMATS, QuantFormat
 
@@ -63,3 +66,29 @@ def _numbers(weights: Mapping[str, Any]) -> str:
     if weights.get("actorder") == "group":
         said.append("reordered")
     return " ".join(said)
+
+
+def check_round_trip(name: str, weight: Tensor, stored: Mapping[str, Tensor], quantization: QuantFormat) -> None:
+    """ValueError if what a format made of ``weight`` is not about that weight again: a user's own may be wrong.
+
+    A format that rounds to nearest is nearer than zeros are, whose relative error is 1.
+    """
+    for dtype in (torch.bfloat16, torch.float32):
+        if fault := _fault(quantization.dequantize(stored, dtype), weight.float(), dtype):
+            raise ValueError(
+                f"quantization: what {type(quantization).__name__}.dequantize makes of {name}, quantized by itself, "
+                f"{fault}; mend quantize or dequantize"
+            )
+
+
+def _fault(dense: Tensor, weight: Tensor, dtype: torch.dtype) -> str:
+    if dense.dtype != dtype:
+        return f"is of {dense.dtype}, not of the dtype asked for, {dtype}"
+    if dense.shape != weight.shape:
+        return f"has the shape {tuple(dense.shape)}, not that of the weight, {tuple(weight.shape)}"
+    if not dense.isfinite().all():
+        return "has infinite numbers or NaN"
+    norm, error = weight.norm(), (dense.float() - weight).norm()
+    if error >= norm > 0:
+        return f"has a relative error of {error / norm:.3g}; it must be below 1, that of zeros"
+    return ""

@@ -181,3 +181,34 @@ def test_a_file_that_was_cut_off(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"cut/model.safetensors cannot be read .*; it may be incomplete"):
         prepare(str(tmp_path / "cut"), NVFP4(), tmp_path / "cache")
+
+
+def transposed(dense: torch.Tensor) -> torch.Tensor:
+    return dense.flatten().view(-1, len(dense))
+
+
+@pytest.mark.parametrize(
+    ("broken", "expected"),
+    [
+        (transposed, r"has the shape \(192, 128\), not that of the weight, \(128, 192\)"),
+        (torch.Tensor.double, r"is of torch\.float64, not of the dtype asked for, torch\.bfloat16"),
+        (torch.Tensor.bfloat16, r"is of torch\.bfloat16, not of the dtype asked for, torch\.float32"),
+        (lambda dense: dense / 0, "has infinite numbers or NaN"),
+        (torch.zeros_like, r"has a relative error of 1; it must be below 1"),
+        (lambda dense: -4 * dense, r"has a relative error of 5; it must be below 1"),
+    ],
+    ids=["shape", "always wide", "always narrow", "infinite", "zeros", "far"],
+)
+def test_a_format_that_does_not_give_back_what_it_took(broken, expected, tmp_path):
+    """Found in the first projection, before anything is left in the cache. BF16 is stored without rounding."""
+
+    class Broken(BF16):
+        config = property(lambda self: {"quant_method": "mine"})
+
+        def dequantize(self, stored, dtype):
+            return broken(stored["weight"].to(dtype))
+
+    write_checkpoint(tmp_path / "model", qwen2(), BF16())
+    with pytest.raises(ValueError, match=f"what Broken.dequantize makes of model.layers.0.*{expected}"):
+        prepare(str(tmp_path / "model"), Broken(), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
