@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qerl_pl.checkpoint import Weights, prepare
 from qerl_pl.engine.base import EngineSpec
 from qerl_pl.model import build_model
-from qerl_pl.quantize import command
+from qerl_pl.quantize import command, report
 from qerl_pl.quantize.calibrated import calibrate
 from qerl_pl.quantize.quality import Checkpoint, unquantized, weight_errors
 from qerl_pl.types import Sampling
@@ -153,7 +153,7 @@ def test_an_interrupted_report_leaves_the_checkpoint(texts, tmp_path, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(command, "assess", assess)
+        patch.setattr(report, "assess", assess)
         with pytest.raises(SystemExit):
             run(arguments(texts, output=tmp_path / "out"), patch)
     assert prepare(str(tmp_path / "out"), NVFP4()) == tmp_path / "out"

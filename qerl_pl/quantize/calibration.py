@@ -1,6 +1,9 @@
 """The texts that a model is calibrated and judged on: whole conversations, laid end to end in equal sequences."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,3 +162,51 @@ def draw(
                 tokens = []
         drawn[purpose], used[purpose] = Sequences(sequences, (first, reached), len(contents)), contents
     return drawn, used
+
+
+class Texts:
+    """What was drawn, and what the card says of it."""
+
+    def __init__(self, sequences: Mapping[str, Sequences], prompts: list[list[int]]) -> None:
+        self.sequences, self.prompts = sequences, prompts
+
+    def calibration(self, given: argparse.Namespace) -> dict[str, Any] | None:
+        if (drawn := self.sequences.get("calibration")) is None:
+            return None
+        return self._said(given, drawn)
+
+    def held_out(self, given: argparse.Namespace) -> dict[str, Any]:
+        why = "drawn first in the shuffled order, so that no text of theirs calibrated"
+        return self._said(given, self.sequences["held_out"]) | {"why": why}
+
+    @staticmethod
+    def _said(given: argparse.Namespace, drawn: Sequences) -> dict[str, Any]:
+        return {
+            "source": given.calibration, "seed": given.seed, "sequences": len(drawn.tokens),
+            "length": len(drawn.tokens[0]), "tokens": drawn.count, "texts": drawn.used, "positions": list(drawn.texts),
+        }  # fmt: skip
+
+
+def draw_texts(given: argparse.Namespace, base: Path, calibrated: bool, say: Callable[[str], None]) -> Texts:
+    from transformers import AutoTokenizer
+
+    longest = json.loads((base / "config.json").read_text()).get("max_position_embeddings")
+    if longest is not None and given.max_length > longest:
+        raise ValueError(
+            f"--max_length {given.max_length} is more than the {longest} tokens that the model knows; "
+            f"give --max_length {longest}"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    wanted = {"held_out": (given.held_out, given.max_length)}
+    if calibrated:
+        wanted["calibration"] = (given.num_samples, given.max_length)
+    sequences, contents = draw(tokenizer, Source(given.calibration, given.seed), wanted)
+    asked: list[Content] = [c[:-1] for c in contents["held_out"] if not isinstance(c, str) and len(c) > 1]
+    encoded = [encode(tokenizer, c, generate=True) for c in asked]
+    fitting = [p for p in encoded if len(p) + given.sample_tokens <= (longest or math.inf)]
+    if len(fitting) < given.sample_prompts:
+        say(
+            f"{len(fitting)} held-out prompts to sample from, not {given.sample_prompts}: {len(encoded)} of the texts "
+            f"have one, and with --sample_tokens {given.sample_tokens} it must fit into the model's {longest} tokens"
+        )
+    return Texts(sequences, fitting[: given.sample_prompts])
