@@ -142,5 +142,20 @@ def test_places_that_are_refused(texts, tmp_path, capsys, monkeypatch):
 
 def test_llm_compressor_is_missing(texts, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "llmcompressor", None)
-    said = refused(arguments(texts, algorithm="gptq", output=tmp_path / "out"), capsys, monkeypatch)
-    assert "pip install 'qerl-pl[quantize]', or use --algorithm rtn" in said
+    words = arguments(texts, algorithm="gptq", output=tmp_path / "out", calibration="nowhere.txt")
+    said = refused(words, capsys, monkeypatch)
+    assert "llm-compressor, which is not installed; pip install 'qerl-pl[quantize]', or use --algorithm rtn" in said
+
+
+def test_texts_are_checked_before_llm_compressor_is_imported(texts, tmp_path, capsys, monkeypatch):
+    """Which takes seconds; a broken one is still answered before anything is written."""
+    (tmp_path / "llmcompressor").mkdir()
+    (tmp_path / "llmcompressor" / "__init__.py").write_text("raise ImportError('half of it is missing')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [n for n in sys.modules if n.partition(".")[0] == "llmcompressor"]:
+        monkeypatch.delitem(sys.modules, name)
+    words = arguments(texts, algorithm="gptq", output=tmp_path / "out")
+    assert "there is no file nowhere.txt" in refused([*words, "--calibration", "nowhere.txt"], capsys, monkeypatch)
+    said = refused(words, capsys, monkeypatch)
+    assert "which cannot be imported (half of it is missing); pip install 'qerl-pl[quantize]'" in said
+    assert not (tmp_path / "out").exists()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qerl_pl.bench.machine import checkout, facts
 from qerl_pl.checkpoint import PROJECTIONS, Weights, prepare, projection, readable, resolve, write
-from qerl_pl.quantize.calibrated import ALGORITHMS, calibrate, check_algorithm, settings
+from qerl_pl.quantize.calibrated import ALGORITHMS, calibrate, check_algorithm, import_llmcompressor, settings
 from qerl_pl.quantize.calibration import DEFAULT, draw_texts
 from qerl_pl.quantize.quality import Checkpoint
 from qerl_pl.quantize.report import device_name, finish, report_on, say, write_report
@@ -121,6 +121,8 @@ def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args
             "make room, or name a folder elsewhere"
         )
     texts = draw_texts(given, base, calibrated=given.algorithm != "rtn", say=say)
+    if given.algorithm != "rtn":
+        import_llmcompressor(given.algorithm)
     unfinished = parent / f".{output.name}.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
     unfinished.mkdir()
