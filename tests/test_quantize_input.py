@@ -95,7 +95,7 @@ def _model(tmp_path, **changed):
         ({"format": "torch.nn.Linear"}, "--format torch.nn.Linear is no subclass of QuantFormat"),
         ({"format": "torch.nn.Lineal"}, "--format torch.nn.Lineal: module 'torch.nn' has no attribute 'Lineal'"),
         ({"format": "int4"}, "mlp.down_proj: input dimension 448 is not a multiple of 128"),
-        ({"model": "./nowhere"}, "there is no folder './nowhere'"),
+        ({"model": "./nowhere"}, "error: --model: there is no folder './nowhere'"),
         ({"model": "random:tiny-test"}, "has random weights: nothing to calibrate"),
         ({"calibration": "nowhere.txt"}, "there is no file nowhere.txt"),
         ({"calibration": "gsm9k"}, "unknown prompt source 'gsm9k'. Did you mean 'gsm8k'?"),
@@ -108,6 +108,35 @@ def test_one_line(changed, expected, texts, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
     assert expected in refused(arguments(texts, **{"output": tmp_path / "out"} | changed), capsys, monkeypatch)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "expected"),
+    [
+        ("t.txt", b"abc \xff\xfe", "t.txt is no text in UTF-8 (byte 0xff at 4); convert it, or name another file"),
+        ("t.jsonl", b'{"text": "\xe9"}', "t.jsonl is no text in UTF-8 (byte 0xe9 at 10); convert it"),
+        ("t.parquet", b"", "t.parquet cannot be read as parquet (Parquet file size is 0 bytes); it may be incomplete"),
+        ("t.parquet", b"PAR1" + bytes(40), "t.parquet cannot be read as parquet (Parquet magic bytes not found"),
+        ("t.parquet", bytes(20) + b"\x08\0\0\0PAR1", "t.parquet cannot be read as parquet (Couldn't deserialize"),
+    ],
+)
+def test_files_that_cannot_be_read(file, content, expected, texts, tmp_path, capsys, monkeypatch):
+    (tmp_path / file).write_bytes(content)
+    words = arguments(texts, calibration=tmp_path / file, output=tmp_path / "out")
+    assert expected in refused(words, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize(("name", "said"), [("me/mine", "me/mine"), ("gsm8k", "openai/gsm8k")])
+def test_a_data_set_that_cannot_be_reached(name, said, texts, tmp_path, capsys, monkeypatch):
+    import datasets
+
+    def load_dataset(name, *args, **more):
+        raise ConnectionError(f"Couldn't reach {name!r} on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    answer = refused(arguments(texts, calibration=name, output=tmp_path / "out"), capsys, monkeypatch)
+    expected = f"--calibration {name} cannot be reached (Couldn't reach {said!r} on the Hub); download it"
+    assert answer.endswith(f"{expected}, or give --calibration a .jsonl, .json, .parquet or .txt file of its texts")
 
 
 def test_models_that_are_refused(made, texts, tmp_path, capsys, monkeypatch):

@@ -13,7 +13,7 @@ import torch
 from qerl_pl.chat import DATE
 from qerl_pl.seeds import derive_seed
 from registry.prompts import PROMPTS, Hub
-from registry.prompts.dataset import PROMPT_COLUMNS, read_file
+from registry.prompts.dataset import PROMPT_COLUMNS, read_file, read_text
 
 DEFAULT = "open-thoughts/OpenThoughts-114k"
 """The paper's."""
@@ -61,12 +61,24 @@ class Source:
 
 
 def _rows(name: str) -> Sequence[Mapping[str, Any]]:
+    try:
+        return _read(name)
+    except ValueError as error:
+        if not isinstance(error.__cause__, ConnectionError):
+            raise
+        raise ValueError(  # data sets of a run have other settings to read a file with
+            f"--calibration {name} cannot be reached ({error.__cause__}); download it, or give --calibration a "
+            ".jsonl, .json, .parquet or .txt file of its texts"
+        ) from error
+
+
+def _read(name: str) -> Sequence[Mapping[str, Any]]:
     suffix = Path(name).suffix
     if suffix == ".txt":
         path = Path(name).expanduser()
         if not path.is_file():
             raise ValueError(f"calibration: there is no file {name} (looked in {Path.cwd()}); correct path")
-        return [{"text": t.strip()} for t in path.read_text(encoding="utf-8").split("\n\n") if t.strip()]
+        return [{"text": t.strip()} for t in read_text(name).split("\n\n") if t.strip()]
     if suffix in (".jsonl", ".json", ".parquet"):
         return read_file(name)
     if name.count("/") == 1 and not name.startswith((".", "~", "/")):

@@ -51,7 +51,10 @@ def quantize(args: Sequence[str]) -> None:
     FORMATS.load_plugins()
     PROMPTS.load_plugins()
     quantization = _format(given.format, given.group_size)
-    base = resolve(given.model)
+    try:
+        base = resolve(given.model)
+    except ValueError as error:  # "model: ..." of a config
+        raise ValueError(f"--{error}") from error
     if given.report is not None:
         check_model(given.model, base, quantization)
         report_on(given, base, quantization)
