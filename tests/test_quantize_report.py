@@ -18,6 +18,7 @@ from qerl_pl.evaluation import Grades, Problem
 from qerl_pl.evaluation import report as evaluation_report
 from qerl_pl.quantize.calibration import Source
 from qerl_pl.quantize.quality import Checkpoint, sampling_entropy, unquantized, weight_errors
+from qerl_pl.quantize.report import covers_more
 from qerl_pl.seeds import derive_seed
 from qerl_pl.types import Sampling
 from registry.quantization import BF16, NVFP4
@@ -197,3 +198,50 @@ def test_accuracy_of_both_by_the_project_s_evaluation(made, texts, tmp_path, mon
     failed = subprocess.CompletedProcess([], 2, "a\nerror: no such file")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     assert "task.yaml: qerl-pl test failed: error: no such file" in refused(words, capsys, monkeypatch)
+
+
+def numbers(tokens: int, prompts: int, longest: int, **tasks: int) -> dict:
+    own = {"sampling_entropy": {"prompts": prompts, "max_tokens": longest}} if prompts else {}
+    quality = own | ({"tasks": {name: {"problems": n} for name, n in tasks.items()}} if tasks else {})
+    return {"made": {"held_out": {"tokens": tokens}}, "quality": quality or {"held_out": {}}}
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "more"),
+    [
+        (numbers(384, 6, 12), numbers(384, 6, 12), []),
+        (numbers(384, 6, 12), numbers(480, 8, 24, gsm8k=9), []),
+        (numbers(1384, 0, 0), numbers(384, 6, 12), ["1,384 held-out tokens, not 384"]),
+        (
+            numbers(384, 6, 12),
+            numbers(384, 0, 0),
+            ["6 prompts to sample from, not 0", "12 tokens a sample, not 0"],
+        ),
+        (numbers(384, 6, 12, a=9, b=9), numbers(384, 6, 12, a=9), ["9 problems of the task b, not 0"]),
+        (numbers(384, 6, 12, a=9), numbers(384, 6, 12, a=8), ["9 problems of the task a, not 8"]),
+        ({"made": {}, "quality": None}, numbers(384, 6, 12), []),
+        ({}, numbers(384, 6, 12), []),
+    ],
+)
+def test_which_report_covers_more(earlier, later, more):
+    assert covers_more(earlier, later) == more
+
+
+def test_a_report_that_covers_more_is_kept(made, texts, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "there"
+    shutil.copytree(made["rtn"], folder)
+    (folder / "task").mkdir()
+    (folder / "task" / "base.json").write_text("{}")
+    first = {name: (folder / name).read_bytes() for name in ("quality.json", "quality.md", "quality.png")}
+    for n in (1, 2):  # the second time there is nothing to lose
+        run(arguments(texts, report=folder, sample_prompts=0), monkeypatch)
+        said = "the earlier report is kept as .*quality-1.json: it has 6 prompts to sample from, not 0, 12 tokens"
+        assert bool(re.search(said, capsys.readouterr().err)) == (n == 1)
+    assert {name: (folder / name.replace(".", "-1.")).read_bytes() for name in first} == first
+    assert [f.name for f in folder.glob("task*")] == ["task-1"]
+    now = json.loads((folder / "quality.json").read_text())
+    assert "sampling_entropy" not in now["quality"] and now["made"]["algorithm"] == "rtn"
+    assert not (folder / "quality-2.json").exists()
+    run(arguments(texts, report=folder, held_out=3, sample_prompts=0), monkeypatch)
+    assert "quality-2.json: it has 384 held-out tokens, not 288" in capsys.readouterr().err
+    assert json.loads((folder / "quality-2.json").read_text()) == now

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import inspect
+import itertools
 import json
 import math
 import shlex
@@ -158,7 +159,20 @@ def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args
         raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    finish(given, base, Checkpoint(output, quantization), texts, made)
+    try:
+        finish(given, base, Checkpoint(output, quantization), texts, made)
+    except KeyboardInterrupt:
+        say(f"stopped; the checkpoint in {output} is complete, and this makes its report: {_report_command(given)}")
+        raise
+
+
+def _report_command(given: argparse.Namespace) -> str:
+    """The command for the report alone, with the settings that were given."""
+    chosen = vars(given) | {"report": given.output}
+    for name in ("output", "algorithm", "num_samples"):  # of making the checkpoint
+        del chosen[name]
+    words = [[f"--{k}", str(v)] for k, v in chosen.items() if v != _parser().get_default(k)]
+    return shlex.join(["qerl-pl", "quantize", *itertools.chain(*words)])
 
 
 def check_model(name: str, folder: Path, quantization: QuantFormat) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """The report of ``qerl-pl quantize``: made, written into the folder of the checkpoint, and shown."""
 
 import argparse
+import itertools
 import json
 import shutil
 import subprocess
@@ -47,25 +48,60 @@ def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) 
         held["why"] = "whether the checkpoint was calibrated on them is not known"
     if not made:
         made = {"model": given.model, "format": given.format, "algorithm": "not known"}
-    finish(given, base, Checkpoint(given.report, quantization), texts, made | {"held_out": held})
+    try:
+        finish(given, base, Checkpoint(given.report, quantization), texts, made | {"held_out": held})
+    except KeyboardInterrupt:
+        say(f"stopped; {given.report} is as it was")
+        raise
 
 
 def finish(given: argparse.Namespace, base: Path, quantized: Checkpoint, texts: Texts, made: Mapping[str, Any]) -> None:
-    """The report into the folder of the checkpoint, and onto the console."""
+    """The report into the folder of the checkpoint, and onto the console. One that covers more is kept beside it."""
+    folder = quantized.folder
     device = "cpu" if device_name() == "the CPU" else "cuda"
     held, tokens = texts.sequences["held_out"].tokens, given.sample_tokens
     quality = assess(unquantized(base), quantized, held, texts.prompts, tokens, given.seed, device, say)
-    if given.task is not None:
-        quality["tasks"] = _tasks(given, base, quantized.folder, quantized.folder)
-    write_report(quantized.folder, made, quality)
-    print(card.report(made, quality) + f"\n{quantized.folder}")
+    with tempfile.TemporaryDirectory() as results:
+        if given.task is not None:
+            quality["tasks"] = _tasks(given, base, folder, Path(results))
+        earlier = json.loads((folder / "quality.json").read_text()) if (folder / "quality.json").is_file() else {}
+        if more := covers_more(earlier, {"made": made, "quality": quality}):
+            say(f"the earlier report is kept as {keep(folder)}: it has {', '.join(more)}")
+        if given.task is not None:
+            shutil.copytree(results, folder / "task", dirs_exist_ok=True)
+    write_report(folder, made, quality)
+    print(card.report(made, quality) + f"\n{folder}")
 
 
-def _tasks(given: argparse.Namespace, base: Path, quantized: Path, folder: Path) -> dict[str, Any]:
-    """pass@1 of both by ``qerl-pl test``, paired; its results stay as ``task/{base,quantized}.json``."""
+def covers_more(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> list[str]:
+    """What the earlier of two ``quality.json`` has more of, in words."""
+    before, after = (_extent(both) if both.get("quality") else {} for both in (earlier, later))
+    return [f"{n:,} {what}, not {after.get(what, 0):,}" for what, n in before.items() if n > after.get(what, 0)]
+
+
+def _extent(both: Mapping[str, Any]) -> dict[str, int]:
+    quality, own = both["quality"], both["quality"].get("sampling_entropy", {})
+    return {
+        "held-out tokens": both["made"]["held_out"]["tokens"],
+        "prompts to sample from": own.get("prompts", 0),
+        "tokens a sample": own.get("max_tokens", 0),
+        **{f"problems of the task {name}": task["problems"] for name, task in quality.get("tasks", {}).items()},
+    }
+
+
+def keep(folder: Path) -> Path:
+    """Give the report in ``folder`` the next free number; the path of its numbers."""
+    n = next(n for n in itertools.count(1) if not (folder / f"quality-{n}.json").exists())
+    for name in ("quality.json", "quality.md", "quality.png", "task"):
+        if (file := folder / name).exists():
+            file.rename(file.with_stem(f"{file.stem}-{n}"))
+    return folder / f"quality-{n}.json"
+
+
+def _tasks(given: argparse.Namespace, base: Path, quantized: Path, results: Path) -> dict[str, Any]:
+    """pass@1 of both by ``qerl-pl test``, paired; what it wrote goes to ``results/{base,quantized}.json``."""
     from qerl_pl.comparison import compare, read
 
-    (folder / "task").mkdir(exist_ok=True)
     for name, model, format_ in (("base", base, "bf16"), ("quantized", quantized, given.format)):
         say(f"report: {given.task} with the {name} model")
         with tempfile.TemporaryDirectory() as runs:
@@ -79,8 +115,8 @@ def _tasks(given: argparse.Namespace, base: Path, quantized: Path, folder: Path)
             if done.returncode or len(found) != 1:
                 said = done.stdout.strip().splitlines()
                 raise ValueError(f"--task {given.task}: qerl-pl test failed: {said[-1] if said else done.returncode}")
-            shutil.copy(found[0], folder / "task" / f"{name}.json")
-    first, second = (read(folder / "task" / f"{name}.json") for name in ("base", "quantized"))
+            shutil.copy(found[0], results / f"{name}.json")
+    first, second = (read(results / f"{name}.json") for name in ("base", "quantized"))
     return {name: asdict(difference) for name, difference in compare(first, second).items()}
 
 
