@@ -16,8 +16,9 @@ from qerl_pl.engine.base import EngineSpec
 from qerl_pl.engine.transformers import TransformersEngine
 from qerl_pl.evaluation import Grades, Problem
 from qerl_pl.evaluation import report as evaluation_report
+from qerl_pl.quantize import quality
 from qerl_pl.quantize.calibration import Source
-from qerl_pl.quantize.quality import Checkpoint, sampling_entropy, unquantized, weight_errors
+from qerl_pl.quantize.quality import Checkpoint, Distribution, mean, sampling_entropy, unquantized, weight_errors
 from qerl_pl.quantize.report import covers_more
 from qerl_pl.seeds import derive_seed
 from qerl_pl.types import Sampling
@@ -56,6 +57,24 @@ def test_the_report_is_what_an_independent_computation_gives(made, texts, algori
         nll = -x.gather(-1, tokens[:, 1:, None]).mean()
         assert said["perplexity"][name] == pytest.approx(math.exp(nll), rel=1e-5)
         assert said["entropy"][name] == pytest.approx(-(x.exp() * x).sum(-1).mean().item(), rel=1e-5)
+
+
+def test_the_interval_of_kl_ends_at_zero(made, texts, tmp_path, monkeypatch):
+    """By hand: 0.01 and 0.05 have the mean 0.03 and the standard error 0.02; t for one degree of freedom is 12.706."""
+    cut = mean([0.01, 0.05], least=0.0)
+    assert (cut.value, cut.low) == (pytest.approx(0.03), 0.0)
+    assert cut.high == pytest.approx(0.03 + 0.02 * 12.706204736)
+    assert mean([0.01, 0.05]).low == pytest.approx(0.03 - 0.02 * 12.706204736)
+    narrow = mean([0.02, 0.0202], least=0.0)
+    assert narrow.low == pytest.approx(0.0201 - 0.0001 * 12.706204736)
+    below = mean([-2e-9, -4e-9], least=0.0)  # rounding
+    assert below.low == below.value == pytest.approx(-3e-9)
+    assert (mean([0.5], least=0.0).low, mean([0.5]).low, mean([0.5]).high) == (0.0, -math.inf, math.inf)
+    shutil.copytree(made["rtn"], tmp_path / "there")
+    found = Distribution([0.01, 0.05], ([1.0], [1.0]), ([1.0], [1.0]))
+    monkeypatch.setattr(quality, "compare", lambda *_: found)
+    run(arguments(texts, report=tmp_path / "there", sample_prompts=0), monkeypatch)
+    assert json.loads((tmp_path / "there" / "quality.json").read_text())["quality"]["held_out"]["kl"]["low"] == 0.0
 
 
 def test_entropy_of_own_samples(made):
