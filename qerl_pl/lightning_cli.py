@@ -4,6 +4,7 @@ import difflib
 import inspect
 import logging
 import re
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -159,6 +160,12 @@ def newest_checkpoint(config: Any) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime_ns)
 
 
+def nothing_but_config(folder: Path) -> bool:
+    """Whether a run wrote only what is written before anything happens: settings, and a log without steps."""
+    usual = re.compile(r"config\.yaml|hparams\.yaml|events\.out\.tfevents\..*")
+    return folder.is_dir() and all(usual.fullmatch(file.name) for file in folder.iterdir())
+
+
 class QeRLCLI(LightningCLI):
     """``model``, ``data`` and ``trainer`` from YAML and the command line; plugins are loaded first."""
 
@@ -232,6 +239,17 @@ class QeRLCLI(LightningCLI):
             if (said := refusal(str(error))) is None:
                 raise
             raise ValueError(said) from error
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """A run that fails before its first step leaves no folder: it would hold nothing but the config."""
+        log_dir = getattr(self.trainer.logger, "log_dir", None) if self.trainer.is_global_zero else None
+        new = log_dir is not None and not Path(log_dir).exists()
+        try:
+            super()._run_subcommand(subcommand)
+        except Exception:
+            if new and self.trainer.global_step == 0 and nothing_but_config(Path(log_dir)):
+                shutil.rmtree(log_dir, ignore_errors=True)
+            raise
 
     def before_instantiate_classes(self) -> None:
         config = self.config if self.subcommand is None else self.config[self.subcommand]

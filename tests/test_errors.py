@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qerl_pl.cli import COMMANDS, HELP, LIGHTNING, main
-from qerl_pl.lightning_cli import QeRLCLI
+from qerl_pl.lightning_cli import QeRLCLI, nothing_but_config
 
 CONFIG = str(Path(__file__).parents[1] / "configs" / "tiny.yaml")
 
@@ -126,6 +126,37 @@ def test_missing_column(tmp_path, capsys, monkeypatch):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1 + 1?"}) + "\n")
     arguments = ["fit", "--config", CONFIG, "--data.train", "file", "--data.train.path", str(tmp_path / "rows.jsonl")]
     assert "has no answer column, only question; set columns: {answer:" in answer(arguments, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["fit", "--data.train.size", "8"],
+        ["fit", "--data.train", "file", "--data.train.path", "nowhere.jsonl"],
+        ["fit", "--model.model", "./nothere"],
+        ["fit", "--ckpt_path", "nowhere.ckpt"],
+        ["test", "--ckpt_path", "nowhere.ckpt"],
+    ],
+    ids=" ".join,
+)
+def test_a_run_that_never_began_leaves_no_folder(arguments, tmp_path, capsys, monkeypatch):
+    """One that is there already, because the version was named, is left alone."""
+    monkeypatch.chdir(tmp_path)
+    words = [arguments[0], "--config", CONFIG, *arguments[1:]]
+    answer(words, capsys, monkeypatch)
+    assert not list(tmp_path.glob("**/version_*"))
+    (tmp_path / "runs" / "qerl" / "mine").mkdir(parents=True)
+    answer([*words, "--trainer.logger.version", "mine"], capsys, monkeypatch)
+    assert (tmp_path / "runs" / "qerl" / "mine" / "config.yaml").is_file()
+
+
+@pytest.mark.parametrize("kept", ["completions.jsonl", "checkpoints", "results", "adapter"])
+def test_a_run_that_did_something_keeps_its_folder(kept, tmp_path):
+    for name in ("config.yaml", "hparams.yaml", "events.out.tfevents.1.host.2.0"):
+        (tmp_path / name).write_text("")
+    assert nothing_but_config(tmp_path)
+    (tmp_path / kept).mkdir()
+    assert not nothing_but_config(tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
