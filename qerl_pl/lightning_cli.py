@@ -242,13 +242,13 @@ class QeRLCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """A run that fails before its first step leaves no folder: it would hold nothing but the config."""
-        log_dir = getattr(self.trainer.logger, "log_dir", None) if self.trainer.is_global_zero else None
-        new = log_dir is not None and not Path(log_dir).exists()
+        named = getattr(self.trainer.logger, "log_dir", None) if self.trainer.is_global_zero else None
+        new = Path(named) if named is not None and not Path(named).exists() else None
         try:
             super()._run_subcommand(subcommand)
         except Exception:
-            if new and self.trainer.global_step == 0 and nothing_but_config(Path(log_dir)):
-                shutil.rmtree(log_dir, ignore_errors=True)
+            if new is not None and self.trainer.global_step == 0 and nothing_but_config(new):
+                shutil.rmtree(new, ignore_errors=True)
             raise
 
     def before_instantiate_classes(self) -> None:

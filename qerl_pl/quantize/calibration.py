@@ -200,6 +200,7 @@ class Texts:
 
 
 def draw_texts(given: argparse.Namespace, base: Path, calibrated: bool, say: Callable[[str], None]) -> Texts:
+    """The texts that the command line asks for, checked against what the model knows."""
     from transformers import AutoTokenizer
 
     longest = json.loads((base / "config.json").read_text()).get("max_position_embeddings")
