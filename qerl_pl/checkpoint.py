@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from qerl_pl import random_model
+from qerl_pl.stored import StoredOtherwiseError, check_round_trip
+from qerl_pl.stored import stored_as as stored_as
 from registry.quantization import BF16, QuantFormat
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -125,10 +127,7 @@ def prepare(model: str, quantization: QuantFormat, cache: Path | None = None) ->
     name = type(quantization).__name__.lower()
     if found is not None:
         if stored_as(found) != stored_as(wanted):
-            raise ValueError(
-                f"model: {model!r} is stored as {stored_as(found)!r}, which is not quantization: {name} "
-                f"({stored_as(wanted)!r}); set the format (and its settings) that it has"
-            )
+            raise StoredOtherwiseError(model, found, quantization)
         activations = [g for g in found.get("config_groups", {}).values() if g.get("input_activations")]
         if activations:
             raise ValueError(
@@ -147,29 +146,6 @@ def prepare(model: str, quantization: QuantFormat, cache: Path | None = None) ->
         cache / f"{folder.resolve().name}-{name}-{_key([str(folder.resolve()), source, wanted, *_code(quantization)])}"
     )
     return _make_once(target, lambda unfinished: write(folder, config, quantization, unfinished))
-
-
-def stored_as(config: Mapping[str, Any] | None) -> str:
-    """What of a ``quantization_config`` decides how tensors are read, in words; compared, and shown in errors."""
-    if config is None:
-        return "unquantized weights"
-    if config.get("quant_method") == "bitsandbytes":
-        kind = config.get("bnb_4bit_quant_type", "fp4") if config.get("load_in_4bit") else "int8"
-        return f"bitsandbytes {kind}" + (", scales quantized too" if config.get("bnb_4bit_use_double_quant") else "")
-    weights = [group.get("weights") or {} for group in config.get("config_groups", {}).values()]
-    return ", ".join(
-        [config.get("format") or config.get("quant_method") or "?", *sorted({_numbers(w) for w in weights})]
-    )
-
-
-def _numbers(weights: Mapping[str, Any]) -> str:
-    said = [f"{weights.get('num_bits')}-bit {weights.get('type')}"]
-    said.append(f"groups of {weights['group_size']}" if weights.get("group_size") else f"by {weights.get('strategy')}")
-    if not weights.get("symmetric", True):
-        said.append("with zero points")
-    if weights.get("actorder") == "group":
-        said.append("reordered")
-    return " ".join(said)
 
 
 def _code(quantization: QuantFormat) -> list[str]:
@@ -257,6 +233,7 @@ def _quantized(weights: Weights, quantization: QuantFormat) -> Iterator[dict[str
         raise ValueError(
             f"the checkpoint has none of the layers {', '.join(PROJECTIONS)}; its architecture is not supported"
         )
+    checked = False
     for name in weights:
         module = name.removesuffix(".weight")
         if module not in projections:
@@ -270,7 +247,11 @@ def _quantized(weights: Weights, quantization: QuantFormat) -> Iterator[dict[str
         dense = [weights[f"{m}.weight"].to(device) for m in members]
         for member, weight in zip(members, dense, strict=True):
             quantization.check(member, weight.shape[1])
-        for member, stored in zip(members, quantization.quantize(dense), strict=True):
+        parts = quantization.quantize(dense)
+        if not checked:  # one is enough to find a mistake, and costs next to nothing beside all that follow
+            check_round_trip(members[0], dense[0], parts[0], quantization)
+            checked = True
+        for member, stored in zip(members, parts, strict=True):
             yield {f"{member}.{key}": tensor.cpu().contiguous() for key, tensor in stored.items()}
 
 

@@ -4,6 +4,7 @@ import difflib
 import inspect
 import logging
 import re
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -74,6 +75,40 @@ def _init_args() -> set[str]:
     return {parameter for cls in classes for parameter in inspect.signature(cls).parameters}
 
 
+TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "NoneType": "null"}
+"""Python's names in words that YAML has."""
+_EXPECTED = re.compile(
+    r'Parser key "(?P<key>[\w.]+)":\n\s*(?:Expected a (?P<one>.+)\. Got value: (?P<its>.*)'
+    r"|Does not validate .*\n\s*Subtypes: \[(?P<several>.+)\]\n\s*Errors:\n"
+    r"(?:\s*- Expected a .*\n)+\s*Given value type: .*\n\s*Given value: (?P<theirs>.*))"
+)
+
+
+def wrong_type(message: str) -> tuple[str, str] | None:
+    """The key of a value that has the wrong type, and a sentence; None for other errors, and for types without words.
+
+    Of all that jsonargparse tried, the last: the setting of a component comes after the components it might be of.
+    """
+    found = list(_EXPECTED.finditer(message))
+    if not found:
+        return None
+    said = found[-1]
+    kinds = [
+        TYPES.get(class_, choices.replace("'", "") if choices else "")
+        for class_, choices in re.findall(r"<class '(\w+)'>|Literal\[([^\]]*)\]", said["one"] or said["several"])
+    ]
+    if not kinds or "" in kinds:
+        return None
+    value = said["its"] if said["its"] is not None else said["theirs"]
+    return said["key"], f"{value} must be {' or '.join(kinds)}"
+
+
+def refusal(message: str) -> str | None:
+    """What a component said of its settings, from jsonargparse's list of all that it tried; None if nothing did."""
+    said = re.findall(r"^\s+- ((?!Not of type |Does not validate |Expected |Problem with ).+)", message, re.MULTILINE)
+    return said[0] if len(said) == 1 and message.startswith("Does not validate against any of the Union") else None
+
+
 class Parser(LightningArgumentParser):
     """Errors in one line, with what was probably meant."""
 
@@ -92,7 +127,11 @@ class Parser(LightningArgumentParser):
         where = re.search(r'Parser key "([\w.]+)"', message)
         missing = re.search(rf"No module named '({'|'.join(EXTRAS)})'", message)
         class_ = re.findall(r"given class_path '[\w.]*?(\w+)':((?:\n(?!\s*(?:- |Given value)).+)+)", message)
-        if name and where:  # of all that jsonargparse tried, the registry's answer is the one that helps
+        wrong = wrong_type(message)
+        if wrong is not None and where:
+            path = [where[1], *(c for c, _ in class_[-1:]), *([wrong[0]] if wrong[0] != where[1] else [])]
+            message = f"{': '.join(path)}: {wrong[1]}"
+        elif name and where:  # of all that jsonargparse tried, the registry's answer is the one that helps
             message = f"{where[1]}: {name[1]}"
         elif missing and where:
             message = f"{where[1]}: {missing[1]} is not installed; pip install 'qerl-pl[{EXTRAS[missing[1]]}]'"
@@ -119,6 +158,12 @@ def newest_checkpoint(config: Any) -> Path:
     if not found:
         raise ValueError(f"ckpt_path: last, but there is no last.ckpt below {places}; give the path of a checkpoint")
     return max(found, key=lambda path: path.stat().st_mtime_ns)
+
+
+def nothing_but_config(folder: Path) -> bool:
+    """Whether a run wrote only what is written before anything happens: settings, and a log without steps."""
+    usual = re.compile(r"config\.yaml|hparams\.yaml|events\.out\.tfevents\..*")
+    return folder.is_dir() and all(usual.fullmatch(file.name) for file in folder.iterdir())
 
 
 class QeRLCLI(LightningCLI):
@@ -186,6 +231,25 @@ class QeRLCLI(LightningCLI):
                 help="Evaluate the base too, with the same seeds, and report the paired difference.",
             )  # fmt: skip
         return parser
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if (said := refusal(str(error))) is None:
+                raise
+            raise ValueError(said) from error
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """A run that fails before its first step leaves no folder: it would hold nothing but the config."""
+        named = getattr(self.trainer.logger, "log_dir", None) if self.trainer.is_global_zero else None
+        new = Path(named) if named is not None and not Path(named).exists() else None
+        try:
+            super()._run_subcommand(subcommand)
+        except Exception:
+            if new is not None and self.trainer.global_step == 0 and nothing_but_config(new):
+                shutil.rmtree(new, ignore_errors=True)
+            raise
 
     def before_instantiate_classes(self) -> None:
         config = self.config if self.subcommand is None else self.config[self.subcommand]

@@ -1,6 +1,7 @@
 """Checkpoints: what is found, what is written, and what llm-compressor makes."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from qerl_pl.checkpoint import Weights, is_projection, prepare, projection, resolve, stored_projection
 from qerl_pl.model import build_model
 from qerl_pl.packed import PackedLinear
-from registry.quantization import BF16, NVFP4
+from registry.quantization import BF16, FP8, MXFP4, NF4, NVFP4, Int4, Int8
 from tests.reference import dequantize_nvfp4, llama, qwen2, write_checkpoint
 
 
@@ -53,6 +54,38 @@ def test_the_format_must_be_that_of_the_checkpoint(tmp_path):
     write_checkpoint(tmp_path / "model", qwen2(), NVFP4())
     with pytest.raises(ValueError, match=r"is stored as 'nvfp4-pack-quantized, 4-bit float groups of 16', .*: bf16"):
         prepare(str(tmp_path / "model"), BF16())
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "fix"),
+    [
+        (NVFP4(), BF16(), "set model.quantization: nvfp4"),
+        (NVFP4(), Int4(), "set model.quantization: nvfp4"),
+        (Int4(32), NVFP4(), "set model.quantization: int4 and model.quantization.group_size: 32"),
+        (Int4(32), Int4(64), "set model.quantization: int4 and model.quantization.group_size: 32"),
+        (Int4(None), Int4(64), "set model.quantization: int4 and model.quantization.group_size: null"),
+        (Int8(), FP8(), "set model.quantization: int8"),
+        (FP8(), Int8(), "set model.quantization: fp8"),
+        (NF4(), MXFP4(), "set model.quantization: nf4"),
+        (MXFP4(), NF4(), "set model.quantization: mxfp4"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_the_format_that_would_fit_is_named(stored, asked, fix, tmp_path):
+    config = json.loads((resolve("tiny") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": stored.config}))
+    with pytest.raises(ValueError, match=re.escape(f"; {fix}") + "$"):
+        prepare(str(tmp_path), asked)
+
+
+@pytest.mark.parametrize("changed", [{"symmetric": False}, {"group_size": 12, "strategy": "group"}])
+def test_a_format_that_nothing_reads(changed, tmp_path):
+    found = Int4(32).config
+    found["config_groups"]["group_0"]["weights"] |= changed
+    config = json.loads((resolve("tiny") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": found}))
+    with pytest.raises(ValueError, match=r"no registered format reads it \(bf16, .*\); name the BF16 model that it"):
+        prepare(str(tmp_path), NVFP4())
 
 
 def test_what_is_no_model(tmp_path):
@@ -148,3 +181,34 @@ def test_a_file_that_was_cut_off(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"cut/model.safetensors cannot be read .*; it may be incomplete"):
         prepare(str(tmp_path / "cut"), NVFP4(), tmp_path / "cache")
+
+
+def transposed(dense: torch.Tensor) -> torch.Tensor:
+    return dense.flatten().view(-1, len(dense))
+
+
+@pytest.mark.parametrize(
+    ("broken", "expected"),
+    [
+        (transposed, r"has the shape \(192, 128\), not that of the weight, \(128, 192\)"),
+        (torch.Tensor.double, r"is of torch\.float64, not of the dtype asked for, torch\.bfloat16"),
+        (torch.Tensor.bfloat16, r"is of torch\.bfloat16, not of the dtype asked for, torch\.float32"),
+        (lambda dense: dense / 0, "has infinite numbers or NaN"),
+        (torch.zeros_like, r"has a relative error of 1; it must be below 1"),
+        (lambda dense: -4 * dense, r"has a relative error of 5; it must be below 1"),
+    ],
+    ids=["shape", "always wide", "always narrow", "infinite", "zeros", "far"],
+)
+def test_a_format_that_does_not_give_back_what_it_took(broken, expected, tmp_path):
+    """Found in the first projection, before anything is left in the cache. BF16 is stored without rounding."""
+
+    class Broken(BF16):
+        config = property(lambda self: {"quant_method": "mine"})
+
+        def dequantize(self, stored, dtype):
+            return broken(stored["weight"].to(dtype))
+
+    write_checkpoint(tmp_path / "model", qwen2(), BF16())
+    with pytest.raises(ValueError, match=f"what Broken.dequantize makes of model.layers.0.*{expected}"):
+        prepare(str(tmp_path / "model"), Broken(), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []

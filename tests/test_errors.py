@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qerl_pl.cli import COMMANDS, HELP, LIGHTNING, main
-from qerl_pl.lightning_cli import QeRLCLI
+from qerl_pl.lightning_cli import QeRLCLI, nothing_but_config
 
 CONFIG = str(Path(__file__).parents[1] / "configs" / "tiny.yaml")
 
@@ -52,7 +52,37 @@ def answer(arguments, capsys, monkeypatch) -> str:
         ),
         (["--data.engine", "vlm"], "unknown engine 'vlm'. Did you mean 'vllm'?"),
         (["--model.lora.rnak", "8"], "--model.lora.rnak 8. Did you mean 'model.lora.rank'?"),
-        (["--model.lora.rank", "eight"], "model.lora.rank"),
+        (["--model.lora.rank", "eight"], "error: model.lora.rank: eight must be a whole number"),
+        (["--model.memory_gb", "much"], "error: model.memory_gb: much must be a number or null"),
+        (
+            ["--model.gradient_checkpointing", "some"],
+            "error: model.gradient_checkpointing: some must be true or false or a whole number or auto",
+        ),
+        (
+            ["--model.quantization", "int4", "--model.quantization.group_size", "abc"],
+            "error: model.quantization: Int4: group_size: abc must be a whole number or null",
+        ),
+        (
+            ["--model.quantization", "int4", "--model.quantization.group_size", "0"],
+            "error: quantization.group_size: 0 must be a positive multiple of 8, the codes of a word; give 32, 64",
+        ),
+        (
+            ["--model.quantization", "int4", "--model.quantization.group_size", "7"],
+            "error: quantization.group_size: 7 must be a positive multiple of 8, the codes of a word; give 32, 64",
+        ),
+        (["--model.noise.sigma_start", "-3"], "error: sigma_start must be a finite number of at least 0, got -3.0"),
+        (
+            ["--data.rewards", "[gsm8k, {class_path: python, init_args: {function: nowhere.f}}]"],
+            "error: reward function 'nowhere.f' cannot be imported (No module named 'nowhere')",
+        ),
+        (
+            ["--data.test", "{a: {class_path: file, init_args: {path: x, limit: 0}}}"],
+            "error: limit must be at least 1, got 0; leave it out to read all rows",
+        ),
+        (
+            ["--data.test", "{a: {class_path: arithmetic, init_args: {size: abc}}}"],
+            "error: data.test: Arithmetic: size: abc must be a whole number",
+        ),
         (["--model.model", "./nothere"], "there is no folder './nothere'"),
         (["--data.num_generations", "1"], "a group needs at least 2 completions"),
         (["--trainer.precision", "bf16-true"], "use 32-true, and model.dtype: bfloat16"),
@@ -96,6 +126,37 @@ def test_missing_column(tmp_path, capsys, monkeypatch):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1 + 1?"}) + "\n")
     arguments = ["fit", "--config", CONFIG, "--data.train", "file", "--data.train.path", str(tmp_path / "rows.jsonl")]
     assert "has no answer column, only question; set columns: {answer:" in answer(arguments, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["fit", "--data.train.size", "8"],
+        ["fit", "--data.train", "file", "--data.train.path", "nowhere.jsonl"],
+        ["fit", "--model.model", "./nothere"],
+        ["fit", "--ckpt_path", "nowhere.ckpt"],
+        ["test", "--ckpt_path", "nowhere.ckpt"],
+    ],
+    ids=" ".join,
+)
+def test_a_run_that_never_began_leaves_no_folder(arguments, tmp_path, capsys, monkeypatch):
+    """One that is there already, because the version was named, is left alone."""
+    monkeypatch.chdir(tmp_path)
+    words = [arguments[0], "--config", CONFIG, *arguments[1:]]
+    answer(words, capsys, monkeypatch)
+    assert not list(tmp_path.glob("**/version_*"))
+    (tmp_path / "runs" / "qerl" / "mine").mkdir(parents=True)
+    answer([*words, "--trainer.logger.version", "mine"], capsys, monkeypatch)
+    assert (tmp_path / "runs" / "qerl" / "mine" / "config.yaml").is_file()
+
+
+@pytest.mark.parametrize("kept", ["completions.jsonl", "checkpoints", "results", "adapter"])
+def test_a_run_that_did_something_keeps_its_folder(kept, tmp_path):
+    for name in ("config.yaml", "hparams.yaml", "events.out.tfevents.1.host.2.0"):
+        (tmp_path / name).write_text("")
+    assert nothing_but_config(tmp_path)
+    (tmp_path / kept).mkdir()
+    assert not nothing_but_config(tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -200,7 +200,7 @@ def test_zeros_stay_zero(name: str) -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"down_proj: input dimension 448 is not a multiple of 128, .* group_size"):
         Int4().check("down_proj", 448)
-    with pytest.raises(ValueError, match=r"group_size: 12 must be a multiple of 8, the codes of a word"):
+    with pytest.raises(ValueError, match=r"group_size: 12 must be a positive multiple of 8, the codes of a word"):
         Int4(12)
     with pytest.raises(ValueError, match=r"group_size: 0 must"):
         Int8(0)

@@ -1,6 +1,7 @@
 """qerl-pl quantize on the embedded model: checkpoints and runs that end early."""
 
 import json
+import shlex
 import shutil
 from importlib.util import find_spec
 
@@ -11,12 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qerl_pl.checkpoint import Weights, prepare
 from qerl_pl.engine.base import EngineSpec
 from qerl_pl.model import build_model
-from qerl_pl.quantize import command
+from qerl_pl.quantize import command, report
 from qerl_pl.quantize.calibrated import calibrate
 from qerl_pl.quantize.quality import Checkpoint, unquantized, weight_errors
 from qerl_pl.types import Sampling
 from registry.quantization import NVFP4, Int4
 from tests.quantized import (
+    HELD_OUT,
+    LENGTH,
     PROJECTIONS,
     TINY,
     arguments,
@@ -148,19 +151,36 @@ def test_an_interrupted_run_leaves_nothing(texts, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupted_report_leaves_the_checkpoint(texts, tmp_path, monkeypatch):
+def test_an_interrupted_report_leaves_the_checkpoint(texts, tmp_path, monkeypatch, capsys):
+    """And what is said then makes the report that would have been made."""
+
     def assess(*_):
         raise KeyboardInterrupt
 
+    words = arguments(texts, output=tmp_path / "out", sample_prompts=0, seed=3, num_samples=7)
     with monkeypatch.context() as patch:
-        patch.setattr(command, "assess", assess)
+        patch.setattr(report, "assess", assess)
         with pytest.raises(SystemExit):
-            run(arguments(texts, output=tmp_path / "out"), patch)
+            run(words, patch)
     assert prepare(str(tmp_path / "out"), NVFP4()) == tmp_path / "out"
     assert "no report yet" in (tmp_path / "out" / "README.md").read_text()
-    run(arguments(texts, report=tmp_path / "out", sample_prompts=0), monkeypatch)
+    said = capsys.readouterr().err.splitlines()[-1]
+    about, _, command_ = said.partition(": ")
+    assert about == f"stopped; the checkpoint in {tmp_path / 'out'} is complete, and this makes its report"
+    again = shlex.split(command_)
+    expected = {"model": "tiny", "report": tmp_path / "out", "calibration": texts, "max_length": LENGTH,
+                "held_out": HELD_OUT, "sample_prompts": 0, "sample_tokens": 12, "seed": 3}  # fmt: skip
+    assert again[:2] == ["qerl-pl", "quantize"]
+    assert dict(zip(again[2::2], again[3::2], strict=True)) == {f"--{k}": str(v) for k, v in expected.items()}
+    run(again[1:], monkeypatch)
     both = json.loads((tmp_path / "out" / "quality.json").read_text())
     assert both["made"]["algorithm"] == "rtn" and "perplexity" in (tmp_path / "out" / "README.md").read_text()
+    before = {f: f.read_bytes() for f in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr(report, "assess", assess)
+    with pytest.raises(SystemExit):
+        run(again[1:], monkeypatch)
+    assert capsys.readouterr().err.splitlines()[-1] == f"stopped; {tmp_path / 'out'} is as it was"
+    assert {f: f.read_bytes() for f in (tmp_path / "out").iterdir()} == before
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "int8", "fp8"])

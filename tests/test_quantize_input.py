@@ -95,7 +95,7 @@ def _model(tmp_path, **changed):
         ({"format": "torch.nn.Linear"}, "--format torch.nn.Linear is no subclass of QuantFormat"),
         ({"format": "torch.nn.Lineal"}, "--format torch.nn.Lineal: module 'torch.nn' has no attribute 'Lineal'"),
         ({"format": "int4"}, "mlp.down_proj: input dimension 448 is not a multiple of 128"),
-        ({"model": "./nowhere"}, "there is no folder './nowhere'"),
+        ({"model": "./nowhere"}, "error: --model: there is no folder './nowhere'"),
         ({"model": "random:tiny-test"}, "has random weights: nothing to calibrate"),
         ({"calibration": "nowhere.txt"}, "there is no file nowhere.txt"),
         ({"calibration": "gsm9k"}, "unknown prompt source 'gsm9k'. Did you mean 'gsm8k'?"),
@@ -108,6 +108,35 @@ def test_one_line(changed, expected, texts, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("QERL_PL_CACHE", str(tmp_path / "cache"))
     assert expected in refused(arguments(texts, **{"output": tmp_path / "out"} | changed), capsys, monkeypatch)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "expected"),
+    [
+        ("t.txt", b"abc \xff\xfe", "t.txt is no text in UTF-8 (byte 0xff at 4); convert it, or name another file"),
+        ("t.jsonl", b'{"text": "\xe9"}', "t.jsonl is no text in UTF-8 (byte 0xe9 at 10); convert it"),
+        ("t.parquet", b"", "t.parquet cannot be read as parquet (Parquet file size is 0 bytes); it may be incomplete"),
+        ("t.parquet", b"PAR1" + bytes(40), "t.parquet cannot be read as parquet (Parquet magic bytes not found"),
+        ("t.parquet", bytes(20) + b"\x08\0\0\0PAR1", "t.parquet cannot be read as parquet (Couldn't deserialize"),
+    ],
+)
+def test_files_that_cannot_be_read(file, content, expected, texts, tmp_path, capsys, monkeypatch):
+    (tmp_path / file).write_bytes(content)
+    words = arguments(texts, calibration=tmp_path / file, output=tmp_path / "out")
+    assert expected in refused(words, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize(("name", "said"), [("me/mine", "me/mine"), ("gsm8k", "openai/gsm8k")])
+def test_a_data_set_that_cannot_be_reached(name, said, texts, tmp_path, capsys, monkeypatch):
+    import datasets
+
+    def load_dataset(name, *args, **more):
+        raise ConnectionError(f"Couldn't reach {name!r} on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    answer = refused(arguments(texts, calibration=name, output=tmp_path / "out"), capsys, monkeypatch)
+    expected = f"--calibration {name} cannot be reached (Couldn't reach {said!r} on the Hub); download it"
+    assert answer.endswith(f"{expected}, or give --calibration a .jsonl, .json, .parquet or .txt file of its texts")
 
 
 def test_models_that_are_refused(made, texts, tmp_path, capsys, monkeypatch):
@@ -125,6 +154,11 @@ def test_a_report_on_another_base(made, texts, tmp_path, capsys, monkeypatch):
     assert "is not the base of --report" in said and "their sizes differ" in said
 
 
+def test_a_report_on_another_format(made, texts, capsys, monkeypatch):
+    said = refused(arguments(texts, report=made["rtn"], format="int4", group_size=32), capsys, monkeypatch)
+    assert said.endswith("4-bit float groups of 16', which is not --format int4; give --format nvfp4")
+
+
 def test_places_that_are_refused(texts, tmp_path, capsys, monkeypatch):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("")
@@ -137,5 +171,20 @@ def test_places_that_are_refused(texts, tmp_path, capsys, monkeypatch):
 
 def test_llm_compressor_is_missing(texts, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "llmcompressor", None)
-    said = refused(arguments(texts, algorithm="gptq", output=tmp_path / "out"), capsys, monkeypatch)
-    assert "pip install 'qerl-pl[quantize]', or use --algorithm rtn" in said
+    words = arguments(texts, algorithm="gptq", output=tmp_path / "out", calibration="nowhere.txt")
+    said = refused(words, capsys, monkeypatch)
+    assert "llm-compressor, which is not installed; pip install 'qerl-pl[quantize]', or use --algorithm rtn" in said
+
+
+def test_texts_are_checked_before_llm_compressor_is_imported(texts, tmp_path, capsys, monkeypatch):
+    """Which takes seconds; a broken one is still answered before anything is written."""
+    (tmp_path / "llmcompressor").mkdir()
+    (tmp_path / "llmcompressor" / "__init__.py").write_text("raise ImportError('half of it is missing')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [n for n in sys.modules if n.partition(".")[0] == "llmcompressor"]:
+        monkeypatch.delitem(sys.modules, name)
+    words = arguments(texts, algorithm="gptq", output=tmp_path / "out")
+    assert "there is no file nowhere.txt" in refused([*words, "--calibration", "nowhere.txt"], capsys, monkeypatch)
+    said = refused(words, capsys, monkeypatch)
+    assert "which cannot be imported (half of it is missing); pip install 'qerl-pl[quantize]'" in said
+    assert not (tmp_path / "out").exists()

@@ -16,8 +16,10 @@ from qerl_pl.engine.base import EngineSpec
 from qerl_pl.engine.transformers import TransformersEngine
 from qerl_pl.evaluation import Grades, Problem
 from qerl_pl.evaluation import report as evaluation_report
+from qerl_pl.quantize import quality
 from qerl_pl.quantize.calibration import Source
-from qerl_pl.quantize.quality import Checkpoint, sampling_entropy, unquantized, weight_errors
+from qerl_pl.quantize.quality import Checkpoint, Distribution, mean, sampling_entropy, unquantized, weight_errors
+from qerl_pl.quantize.report import covers_more
 from qerl_pl.seeds import derive_seed
 from qerl_pl.types import Sampling
 from registry.quantization import BF16, NVFP4
@@ -55,6 +57,24 @@ def test_the_report_is_what_an_independent_computation_gives(made, texts, algori
         nll = -x.gather(-1, tokens[:, 1:, None]).mean()
         assert said["perplexity"][name] == pytest.approx(math.exp(nll), rel=1e-5)
         assert said["entropy"][name] == pytest.approx(-(x.exp() * x).sum(-1).mean().item(), rel=1e-5)
+
+
+def test_the_interval_of_kl_ends_at_zero(made, texts, tmp_path, monkeypatch):
+    """By hand: 0.01 and 0.05 have the mean 0.03 and the standard error 0.02; t for one degree of freedom is 12.706."""
+    cut = mean([0.01, 0.05], least=0.0)
+    assert (cut.value, cut.low) == (pytest.approx(0.03), 0.0)
+    assert cut.high == pytest.approx(0.03 + 0.02 * 12.706204736)
+    assert mean([0.01, 0.05]).low == pytest.approx(0.03 - 0.02 * 12.706204736)
+    narrow = mean([0.02, 0.0202], least=0.0)
+    assert narrow.low == pytest.approx(0.0201 - 0.0001 * 12.706204736)
+    below = mean([-2e-9, -4e-9], least=0.0)  # rounding
+    assert below.low == below.value == pytest.approx(-3e-9)
+    assert (mean([0.5], least=0.0).low, mean([0.5]).low, mean([0.5]).high) == (0.0, -math.inf, math.inf)
+    shutil.copytree(made["rtn"], tmp_path / "there")
+    found = Distribution([0.01, 0.05], ([1.0], [1.0]), ([1.0], [1.0]))
+    monkeypatch.setattr(quality, "compare", lambda *_: found)
+    run(arguments(texts, report=tmp_path / "there", sample_prompts=0), monkeypatch)
+    assert json.loads((tmp_path / "there" / "quality.json").read_text())["quality"]["held_out"]["kl"]["low"] == 0.0
 
 
 def test_entropy_of_own_samples(made):
@@ -197,3 +217,50 @@ def test_accuracy_of_both_by_the_project_s_evaluation(made, texts, tmp_path, mon
     failed = subprocess.CompletedProcess([], 2, "a\nerror: no such file")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     assert "task.yaml: qerl-pl test failed: error: no such file" in refused(words, capsys, monkeypatch)
+
+
+def numbers(tokens: int, prompts: int, longest: int, **tasks: int) -> dict:
+    own = {"sampling_entropy": {"prompts": prompts, "max_tokens": longest}} if prompts else {}
+    quality = own | ({"tasks": {name: {"problems": n} for name, n in tasks.items()}} if tasks else {})
+    return {"made": {"held_out": {"tokens": tokens}}, "quality": quality or {"held_out": {}}}
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "more"),
+    [
+        (numbers(384, 6, 12), numbers(384, 6, 12), []),
+        (numbers(384, 6, 12), numbers(480, 8, 24, gsm8k=9), []),
+        (numbers(1384, 0, 0), numbers(384, 6, 12), ["1,384 held-out tokens, not 384"]),
+        (
+            numbers(384, 6, 12),
+            numbers(384, 0, 0),
+            ["6 prompts to sample from, not 0", "12 tokens a sample, not 0"],
+        ),
+        (numbers(384, 6, 12, a=9, b=9), numbers(384, 6, 12, a=9), ["9 problems of the task b, not 0"]),
+        (numbers(384, 6, 12, a=9), numbers(384, 6, 12, a=8), ["9 problems of the task a, not 8"]),
+        ({"made": {}, "quality": None}, numbers(384, 6, 12), []),
+        ({}, numbers(384, 6, 12), []),
+    ],
+)
+def test_which_report_covers_more(earlier, later, more):
+    assert covers_more(earlier, later) == more
+
+
+def test_a_report_that_covers_more_is_kept(made, texts, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "there"
+    shutil.copytree(made["rtn"], folder)
+    (folder / "task").mkdir()
+    (folder / "task" / "base.json").write_text("{}")
+    first = {name: (folder / name).read_bytes() for name in ("quality.json", "quality.md", "quality.png")}
+    for n in (1, 2):  # the second time there is nothing to lose
+        run(arguments(texts, report=folder, sample_prompts=0), monkeypatch)
+        said = "the earlier report is kept as .*quality-1.json: it has 6 prompts to sample from, not 0, 12 tokens"
+        assert bool(re.search(said, capsys.readouterr().err)) == (n == 1)
+    assert {name: (folder / name.replace(".", "-1.")).read_bytes() for name in first} == first
+    assert [f.name for f in folder.glob("task*")] == ["task-1"]
+    now = json.loads((folder / "quality.json").read_text())
+    assert "sampling_entropy" not in now["quality"] and now["made"]["algorithm"] == "rtn"
+    assert not (folder / "quality-2.json").exists()
+    run(arguments(texts, report=folder, held_out=3, sample_prompts=0), monkeypatch)
+    assert "quality-2.json: it has 384 held-out tokens, not 288" in capsys.readouterr().err
+    assert json.loads((folder / "quality-2.json").read_text()) == now

@@ -7,13 +7,15 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from qerl_pl.checkpoint import Weights, copy_files, is_projection, projection, stored_as
+from qerl_pl.checkpoint import Weights, copy_files, is_projection, projection
+from qerl_pl.stored import stored_as
 from registry.quantization import QuantFormat
 
 Say = Callable[[str], None]
@@ -35,7 +37,10 @@ def settings(algorithm: str) -> dict[str, Any]:
 
 
 def check_algorithm(quantization: QuantFormat, name: str, algorithm: str) -> None:
-    """ValueError unless llm-compressor is there and knows the format; rounding needs neither."""
+    """ValueError unless llm-compressor is installed and knows the format; rounding needs neither.
+
+    It is looked for, not imported: that takes seconds, and the texts are checked in less.
+    """
     if algorithm == "rtn":
         return
     config = quantization.config or {}
@@ -44,14 +49,22 @@ def check_algorithm(quantization: QuantFormat, name: str, algorithm: str) -> Non
             f"--algorithm {algorithm}: llm-compressor calibrates formats of compressed-tensors, and {name} is none; "
             "use --algorithm rtn"
         )
+    if find_spec("llmcompressor") is None:
+        raise _unusable(algorithm, "is not installed")
+
+
+def import_llmcompressor(algorithm: str) -> None:
+    """ImportError, with what to do, if it is installed but broken."""
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")  # it logs while it is imported
     try:
         import llmcompressor  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            f"--algorithm {algorithm} needs llm-compressor, which cannot be imported ({error}); pip install "
-            "'qerl-pl[quantize]', or use --algorithm rtn"
-        ) from error
+        raise _unusable(algorithm, f"cannot be imported ({error})") from error
+
+
+def _unusable(algorithm: str, why: str) -> ImportError:
+    fix = "pip install 'qerl-pl[quantize]', or use --algorithm rtn"
+    return ImportError(f"--algorithm {algorithm} needs llm-compressor, which {why}; {fix}")
 
 
 def recipe(quantization: QuantFormat, algorithm: str, ignore: Sequence[str]) -> list[Any]:

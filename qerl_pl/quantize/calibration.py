@@ -1,6 +1,9 @@
 """The texts that a model is calibrated and judged on: whole conversations, laid end to end in equal sequences."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import torch
 from qerl_pl.chat import DATE
 from qerl_pl.seeds import derive_seed
 from registry.prompts import PROMPTS, Hub
-from registry.prompts.dataset import PROMPT_COLUMNS, read_file
+from registry.prompts.dataset import PROMPT_COLUMNS, read_file, read_text
 
 DEFAULT = "open-thoughts/OpenThoughts-114k"
 """The paper's."""
@@ -58,12 +61,24 @@ class Source:
 
 
 def _rows(name: str) -> Sequence[Mapping[str, Any]]:
+    try:
+        return _read(name)
+    except ValueError as error:
+        if not isinstance(error.__cause__, ConnectionError):
+            raise
+        raise ValueError(  # data sets of a run have other settings to read a file with
+            f"--calibration {name} cannot be reached ({error.__cause__}); download it, or give --calibration a "
+            ".jsonl, .json, .parquet or .txt file of its texts"
+        ) from error
+
+
+def _read(name: str) -> Sequence[Mapping[str, Any]]:
     suffix = Path(name).suffix
     if suffix == ".txt":
         path = Path(name).expanduser()
         if not path.is_file():
             raise ValueError(f"calibration: there is no file {name} (looked in {Path.cwd()}); correct path")
-        return [{"text": t.strip()} for t in path.read_text(encoding="utf-8").split("\n\n") if t.strip()]
+        return [{"text": t.strip()} for t in read_text(name).split("\n\n") if t.strip()]
     if suffix in (".jsonl", ".json", ".parquet"):
         return read_file(name)
     if name.count("/") == 1 and not name.startswith((".", "~", "/")):
@@ -159,3 +174,52 @@ def draw(
                 tokens = []
         drawn[purpose], used[purpose] = Sequences(sequences, (first, reached), len(contents)), contents
     return drawn, used
+
+
+class Texts:
+    """What was drawn, and what the card says of it."""
+
+    def __init__(self, sequences: Mapping[str, Sequences], prompts: list[list[int]]) -> None:
+        self.sequences, self.prompts = sequences, prompts
+
+    def calibration(self, given: argparse.Namespace) -> dict[str, Any] | None:
+        if (drawn := self.sequences.get("calibration")) is None:
+            return None
+        return self._said(given, drawn)
+
+    def held_out(self, given: argparse.Namespace) -> dict[str, Any]:
+        why = "drawn first in the shuffled order, so that no text of theirs calibrated"
+        return self._said(given, self.sequences["held_out"]) | {"why": why}
+
+    @staticmethod
+    def _said(given: argparse.Namespace, drawn: Sequences) -> dict[str, Any]:
+        return {
+            "source": given.calibration, "seed": given.seed, "sequences": len(drawn.tokens),
+            "length": len(drawn.tokens[0]), "tokens": drawn.count, "texts": drawn.used, "positions": list(drawn.texts),
+        }  # fmt: skip
+
+
+def draw_texts(given: argparse.Namespace, base: Path, calibrated: bool, say: Callable[[str], None]) -> Texts:
+    """The texts that the command line asks for, checked against what the model knows."""
+    from transformers import AutoTokenizer
+
+    longest = json.loads((base / "config.json").read_text()).get("max_position_embeddings")
+    if longest is not None and given.max_length > longest:
+        raise ValueError(
+            f"--max_length {given.max_length} is more than the {longest} tokens that the model knows; "
+            f"give --max_length {longest}"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    wanted = {"held_out": (given.held_out, given.max_length)}
+    if calibrated:
+        wanted["calibration"] = (given.num_samples, given.max_length)
+    sequences, contents = draw(tokenizer, Source(given.calibration, given.seed), wanted)
+    asked: list[Content] = [c[:-1] for c in contents["held_out"] if not isinstance(c, str) and len(c) > 1]
+    encoded = [encode(tokenizer, c, generate=True) for c in asked]
+    fitting = [p for p in encoded if len(p) + given.sample_tokens <= (longest or math.inf)]
+    if len(fitting) < given.sample_prompts:
+        say(
+            f"{len(fitting)} held-out prompts to sample from, not {given.sample_prompts}: {len(encoded)} of the texts "
+            f"have one, and with --sample_tokens {given.sample_tokens} it must fit into the model's {longest} tokens"
+        )
+    return Texts(sequences, fitting[: given.sample_prompts])

@@ -2,28 +2,25 @@
 
 import argparse
 import difflib
-import importlib
 import inspect
+import itertools
 import json
 import math
 import shlex
 import shutil
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from qerl_pl.bench.machine import checkout, facts
-from qerl_pl.checkpoint import PROJECTIONS, Weights, prepare, projection, readable, resolve, stored_as, write
-from qerl_pl.quantize import card
-from qerl_pl.quantize.calibrated import ALGORITHMS, calibrate, check_algorithm, settings
-from qerl_pl.quantize.calibration import DEFAULT, Content, Sequences, Source, draw, encode
-from qerl_pl.quantize.quality import Checkpoint, assess, unquantized
+from qerl_pl.checkpoint import PROJECTIONS, Weights, prepare, projection, readable, resolve, write
+from qerl_pl.quantize.calibrated import ALGORITHMS, calibrate, check_algorithm, import_llmcompressor, settings
+from qerl_pl.quantize.calibration import DEFAULT, draw_texts
+from qerl_pl.quantize.quality import Checkpoint
+from qerl_pl.quantize.report import device_name, finish, report_on, say, write_report
 from qerl_pl.random_model import is_random
+from qerl_pl.stored import stored_as
+from registry._import import import_path
 from registry.prompts import PROMPTS
 from registry.quantization import FORMATS, QuantFormat
 
@@ -55,9 +52,13 @@ def quantize(args: Sequence[str]) -> None:
     FORMATS.load_plugins()
     PROMPTS.load_plugins()
     quantization = _format(given.format, given.group_size)
-    base = resolve(given.model)
+    try:
+        base = resolve(given.model)
+    except ValueError as error:  # "model: ..." of a config
+        raise ValueError(f"--{error}") from error
     if given.report is not None:
-        _report_on(given, base, quantization)
+        check_model(given.model, base, quantization)
+        report_on(given, base, quantization)
     else:
         _make(given, base, quantization, args)
 
@@ -99,10 +100,9 @@ def _format(name: str, group_size: int | None) -> QuantFormat:
 
 def _class(path: str) -> type[QuantFormat]:
     """A format of a user's own by its import path."""
-    module, _, leaf = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), leaf)
-    except (ImportError, AttributeError) as error:
+        found = import_path(path)
+    except ValueError as error:
         raise ValueError(f"--format {path}: {error}; give a registered name or the import path of a class") from error
     if not (isinstance(found, type) and issubclass(found, QuantFormat)):
         raise ValueError(f"--format {path} is no subclass of QuantFormat")
@@ -124,21 +124,23 @@ def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args
             f"--output {output}: the checkpoint takes {after / 1e9:.2f} GB, but {parent} has {free / 1e9:.2f} GB free; "
             "make room, or name a folder elsewhere"
         )
-    texts = _texts(given, base, calibrated=given.algorithm != "rtn")
+    texts = draw_texts(given, base, calibrated=given.algorithm != "rtn", say=say)
+    if given.algorithm != "rtn":
+        import_llmcompressor(given.algorithm)
     unfinished = parent / f".{output.name}.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
     unfinished.mkdir()
     try:
         warnings: list[str] = []
         if given.algorithm == "rtn":
-            _say(f"rounding {base} to {given.format}")
+            say(f"rounding {base} to {given.format}")
             write(base, json.loads((base / "config.json").read_text()), quantization, unfinished)
         else:
             chosen = texts.sequences["calibration"]
-            _say(f"{given.algorithm} of {base} to {given.format} on {_device()}: {chosen.count:,} tokens")
-            warnings = calibrate(base, quantization, given.algorithm, chosen.tokens, unfinished, _say)
+            say(f"{given.algorithm} of {base} to {given.format} on {device_name()}: {chosen.count:,} tokens")
+            warnings = calibrate(base, quantization, given.algorithm, chosen.tokens, unfinished, say)
             for text in warnings:
-                _say(f"llm-compressor: {text}")
+                say(f"llm-compressor: {text}")
         assert prepare(str(unfinished), quantization) == unfinished  # fit takes it as it is
         made = {
             "model": given.model, "format": given.format, "group_size": given.group_size,
@@ -149,41 +151,28 @@ def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args
             "seconds": round(time.perf_counter() - started, 1), "warnings": warnings,
             "command": shlex.join(["qerl-pl", "quantize", *args]), "commit": checkout(), **facts(),
         }  # fmt: skip
-        _write(unfinished, made, None)
+        write_report(unfinished, made, None)
         readable(unfinished)
         unfinished.rename(output)
     except KeyboardInterrupt:
-        _say(f"stopped; nothing is left of {output}")
+        say(f"stopped; nothing is left of {output}")
         raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    _finish(given, base, Checkpoint(output, quantization), texts, made)
+    try:
+        finish(given, base, Checkpoint(output, quantization), texts, made)
+    except KeyboardInterrupt:
+        say(f"stopped; the checkpoint in {output} is complete, and this makes its report: {_report_command(given)}")
+        raise
 
 
-def _report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) -> None:
-    check_model(given.model, base, quantization)
-    if not (given.report / "config.json").is_file():
-        raise ValueError(f"--report {given.report} is no folder of a model; name one that holds config.json")
-    prepare(str(given.report), quantization)  # that it is of this format
-    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (base, given.report))
-    if ours["vocab_size"] != theirs["vocab_size"] or ours["hidden_size"] != theirs["hidden_size"]:
-        raise ValueError(f"--model {given.model} is not the base of --report {given.report}: their sizes differ")
-    earlier = given.report / "quality.json"
-    made = json.loads(earlier.read_text())["made"] if earlier.is_file() else {}
-    texts = _texts(given, base, calibrated=False)
-    used = made.get("calibration") or {}
-    same = (used.get("source"), used.get("seed")) == (given.calibration, given.seed)
-    if same and used["positions"][0] < texts.sequences["held_out"].texts[1]:
-        raise ValueError(
-            f"--held_out {given.held_out} × {given.max_length} reaches into the texts that {given.report} was "
-            f"calibrated on (from {used['positions'][0]} on); lower it, or name other texts with --calibration"
-        )
-    held = texts.held_out(given)
-    if not same:
-        held["why"] = "whether the checkpoint was calibrated on them is not known"
-    if not made:
-        made = {"model": given.model, "format": given.format, "algorithm": "not known"}
-    _finish(given, base, Checkpoint(given.report, quantization), texts, made | {"held_out": held})
+def _report_command(given: argparse.Namespace) -> str:
+    """The command for the report alone, with the settings that were given."""
+    chosen = vars(given) | {"report": given.output}
+    for name in ("output", "algorithm", "num_samples"):  # of making the checkpoint
+        del chosen[name]
+    words = [[f"--{k}", str(v)] for k, v in chosen.items() if v != _parser().get_default(k)]
+    return shlex.join(["qerl-pl", "quantize", *itertools.chain(*words)])
 
 
 def check_model(name: str, folder: Path, quantization: QuantFormat) -> tuple[int, int]:
@@ -217,112 +206,3 @@ def check_model(name: str, folder: Path, quantization: QuantFormat) -> tuple[int
             "Qwen3 and Llama style decoders have all of " + ", ".join(PROJECTIONS)
         )
     return before, after
-
-
-class _Texts:
-    """What was drawn, and what the card says of it."""
-
-    def __init__(self, sequences: Mapping[str, Sequences], prompts: list[list[int]]) -> None:
-        self.sequences, self.prompts = sequences, prompts
-
-    def calibration(self, given: argparse.Namespace) -> dict[str, Any] | None:
-        if (drawn := self.sequences.get("calibration")) is None:
-            return None
-        return self._said(given, drawn)
-
-    def held_out(self, given: argparse.Namespace) -> dict[str, Any]:
-        why = "drawn first in the shuffled order, so that no text of theirs calibrated"
-        return self._said(given, self.sequences["held_out"]) | {"why": why}
-
-    @staticmethod
-    def _said(given: argparse.Namespace, drawn: Sequences) -> dict[str, Any]:
-        return {
-            "source": given.calibration, "seed": given.seed, "sequences": len(drawn.tokens),
-            "length": len(drawn.tokens[0]), "tokens": drawn.count, "texts": drawn.used, "positions": list(drawn.texts),
-        }  # fmt: skip
-
-
-def _texts(given: argparse.Namespace, base: Path, calibrated: bool) -> _Texts:
-    from transformers import AutoTokenizer
-
-    longest = json.loads((base / "config.json").read_text()).get("max_position_embeddings")
-    if longest is not None and given.max_length > longest:
-        raise ValueError(
-            f"--max_length {given.max_length} is more than the {longest} tokens that the model knows; "
-            f"give --max_length {longest}"
-        )
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    wanted = {"held_out": (given.held_out, given.max_length)}
-    if calibrated:
-        wanted["calibration"] = (given.num_samples, given.max_length)
-    sequences, contents = draw(tokenizer, Source(given.calibration, given.seed), wanted)
-    asked: list[Content] = [c[:-1] for c in contents["held_out"] if not isinstance(c, str) and len(c) > 1]
-    encoded = [encode(tokenizer, c, generate=True) for c in asked]
-    fitting = [p for p in encoded if len(p) + given.sample_tokens <= (longest or math.inf)]
-    if len(fitting) < given.sample_prompts:
-        _say(
-            f"{len(fitting)} held-out prompts to sample from, not {given.sample_prompts}: {len(encoded)} of the texts "
-            f"have one, and with --sample_tokens {given.sample_tokens} it must fit into the model's {longest} tokens"
-        )
-    return _Texts(sequences, fitting[: given.sample_prompts])
-
-
-def _finish(
-    given: argparse.Namespace, base: Path, quantized: Checkpoint, texts: _Texts, made: Mapping[str, Any]
-) -> None:
-    """The report into the folder of the checkpoint, and onto the console."""
-    device = "cpu" if _device() == "the CPU" else "cuda"
-    held, tokens = texts.sequences["held_out"].tokens, given.sample_tokens
-    quality = assess(unquantized(base), quantized, held, texts.prompts, tokens, given.seed, device, _say)
-    if given.task is not None:
-        quality["tasks"] = _tasks(given, base, quantized.folder, quantized.folder)
-    _write(quantized.folder, made, quality)
-    print(card.report(made, quality) + f"\n{quantized.folder}")
-
-
-def _tasks(given: argparse.Namespace, base: Path, quantized: Path, folder: Path) -> dict[str, Any]:
-    """pass@1 of both by ``qerl-pl test``, paired; its results stay as ``task/{base,quantized}.json``."""
-    from qerl_pl.comparison import compare, read
-
-    (folder / "task").mkdir(exist_ok=True)
-    for name, model, format_ in (("base", base, "bf16"), ("quantized", quantized, given.format)):
-        _say(f"report: {given.task} with the {name} model")
-        with tempfile.TemporaryDirectory() as runs:
-            chosen = ["--model.model", str(model.absolute()), "--model.quantization", format_, "--adapter", "none"]
-            if name == "quantized" and given.group_size is not None:
-                chosen += ["--model.quantization.group_size", str(given.group_size)]
-            place = ["--trainer.logger.save_dir", runs]
-            command = [sys.executable, "-m", "qerl_pl", "test", "--config", str(given.task), *chosen, *place]
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            found = list(Path(runs).rglob("results/test.json"))
-            if done.returncode or len(found) != 1:
-                said = done.stdout.strip().splitlines()
-                raise ValueError(f"--task {given.task}: qerl-pl test failed: {said[-1] if said else done.returncode}")
-            shutil.copy(found[0], folder / "task" / f"{name}.json")
-    first, second = (read(folder / "task" / f"{name}.json") for name in ("base", "quantized"))
-    return {name: asdict(difference) for name, difference in compare(first, second).items()}
-
-
-def _write(folder: Path, made: Mapping[str, Any], quality: Mapping[str, Any] | None) -> None:
-    """quality.json, the card of a checkpoint of ours, and with ``quality`` its table and picture."""
-    both = {"made": made, "quality": quality}
-    (folder / "quality.json").write_text(json.dumps(both, indent=1, ensure_ascii=False) + "\n")
-    if "command" in made:
-        (folder / "README.md").write_text(card.card(made, quality))
-    if quality is None:
-        return
-    (folder / "quality.md").write_text(card.report(made, quality))
-    try:
-        card.draw(made, quality, folder / "quality.png")
-    except ImportError as error:
-        _say(f"no quality.png: {error}")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _device() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"

@@ -31,13 +31,18 @@ class Checkpoint:
     quantization: QuantFormat
 
 
-def mean(values: Sequence[float]) -> Estimate:
-    """The mean with a 95 % interval by the t distribution; values are independent (one a sequence)."""
+def mean(values: Sequence[float], least: float = -math.inf) -> Estimate:
+    """The mean with a 95 % interval by the t distribution; values are independent (one a sequence).
+
+    ``least`` is the smallest that the true mean can be: 0 for KL. The interval is cut there, which takes nothing that
+    could be true, so it holds the mean as often as before. (The value is left alone: rounding may make the KL of equal
+    models −1e-9.)
+    """
     value = fmean(values)
-    if len(values) < 2:
-        return Estimate(value, -math.inf, math.inf)
-    half = t_quantile(len(values) - 1) * math.sqrt(variance(values) / len(values))
-    return Estimate(value, value - half, value + half)
+    half = math.inf
+    if len(values) > 1:
+        half = t_quantile(len(values) - 1) * math.sqrt(variance(values) / len(values))
+    return Estimate(value, min(value, max(least, value - half)), value + half)
 
 
 def weight_errors(base: Checkpoint, quantized: Checkpoint, device: str = "cpu") -> dict[str, list[float]]:
@@ -172,7 +177,7 @@ def assess(
         "arithmetic": f"{str(dtype).removeprefix('torch.')} on {device}",
         "weight_error": {kind: {"mean": fmean(e), "by_layer": e} for kind, e in errors.items() if e},
         "held_out": {
-            "kl": asdict(mean(found.kl)),
+            "kl": asdict(mean(found.kl, least=0.0)),
             "kl_by_sequence": found.kl,
             "perplexity": {"base": math.exp(fmean(found.nll[0])), "quantized": math.exp(fmean(found.nll[1]))},
             "entropy": {"base": fmean(found.entropy[0]), "quantized": fmean(found.entropy[1])},

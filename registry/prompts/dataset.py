@@ -161,12 +161,29 @@ def read_file(name: str) -> list[Mapping[str, Any]]:
     if path.suffix == ".parquet":
         import pyarrow.parquet  # heavy
 
-        rows: list[Mapping[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+        try:
+            rows: list[Mapping[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+        except (OSError, pyarrow.ArrowException) as error:
+            said = str(error).rpartition("': ")[2]  # the file is named once
+            raise ValueError(
+                f"{name} cannot be read as parquet ({said}); it may be incomplete: copy or download it again"
+            ) from error
         return rows
     if path.suffix not in (".jsonl", ".json"):
         raise ValueError(f"cannot read {name}: its name must end in .jsonl, .json or .parquet")
-    text = path.read_text(encoding="utf-8-sig")
+    text = read_text(name)
     return _parse(name, [(1, text)] if text.lstrip().startswith("[") else enumerate(text.split("\n"), start=1))
+
+
+def read_text(name: str) -> str:
+    """A file as text, without the mark that some editors begin one with; ValueError if it is not UTF-8."""
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is no text in UTF-8 (byte {error.object[error.start]:#04x} at {error.start}); convert it, or name "
+            "another file"
+        ) from error
 
 
 def _parse(name: str, pieces: Iterable[tuple[int, str]]) -> list[Mapping[str, Any]]:

@@ -33,8 +33,8 @@ class Integer(QuantFormat):
     def __init__(self, group_size: int | None) -> None:
         if group_size is not None and (group_size < 1 or group_size % (32 // self.bits)):
             raise ValueError(
-                f"quantization.group_size: {group_size} must be a multiple of {32 // self.bits}, the codes of a word; "
-                "engines have kernels for 32, 64 and 128, and for null, which is one scale for each output"
+                f"quantization.group_size: {group_size} must be a positive multiple of {32 // self.bits}, the codes of "
+                "a word; give 32, 64 or 128, for which engines have kernels, or null: one scale for each output"
             )
         self.by_row = group_size is None
         self.group_size = group_size or 32 // self.bits

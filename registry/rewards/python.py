@@ -1,19 +1,18 @@
 """A plain Python function as a reward."""
 
-import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from registry._import import import_path
 from registry.rewards.base import REWARDS, Reward, checked_scores
 
 
 def _load(path: str) -> Callable[..., Any]:
-    module, _, attribute = path.rpartition(".")
     fix = "give the import path of a function on the Python path, as in function: my_package.my_module.my_reward"
     try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+        function = import_path(path)
+    except ValueError as error:
         raise ValueError(f"reward function {path!r} cannot be imported ({error}); {fix}") from error
     if not callable(function):
         raise ValueError(f"reward function {path!r} is a {type(function).__name__}; {fix}")

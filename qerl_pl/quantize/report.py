@@ -1,0 +1,145 @@
+"""The report of ``qerl-pl quantize``: made, written into the folder of the checkpoint, and shown."""
+
+import argparse
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from qerl_pl.checkpoint import prepare
+from qerl_pl.quantize import card
+from qerl_pl.quantize.calibration import Texts, draw_texts
+from qerl_pl.quantize.quality import Checkpoint, assess, unquantized
+from qerl_pl.stored import StoredOtherwiseError
+from registry.quantization import QuantFormat
+
+
+def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) -> None:
+    if not (given.report / "config.json").is_file():
+        raise ValueError(f"--report {given.report} is no folder of a model; name one that holds config.json")
+    try:
+        prepare(str(given.report), quantization)
+    except StoredOtherwiseError as error:
+        raise ValueError(
+            f"--report {given.report} is stored as {error.found!r}, which is not --format {given.format}; "
+            + error.fix("give --format {}", "--{} {}")
+        ) from error
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (base, given.report))
+    if ours["vocab_size"] != theirs["vocab_size"] or ours["hidden_size"] != theirs["hidden_size"]:
+        raise ValueError(f"--model {given.model} is not the base of --report {given.report}: their sizes differ")
+    earlier = given.report / "quality.json"
+    made = json.loads(earlier.read_text())["made"] if earlier.is_file() else {}
+    texts = draw_texts(given, base, calibrated=False, say=say)
+    used = made.get("calibration") or {}
+    same = (used.get("source"), used.get("seed")) == (given.calibration, given.seed)
+    if same and used["positions"][0] < texts.sequences["held_out"].texts[1]:
+        raise ValueError(
+            f"--held_out {given.held_out} × {given.max_length} reaches into the texts that {given.report} was "
+            f"calibrated on (from {used['positions'][0]} on); lower it, or name other texts with --calibration"
+        )
+    held = texts.held_out(given)
+    if not same:
+        held["why"] = "whether the checkpoint was calibrated on them is not known"
+    if not made:
+        made = {"model": given.model, "format": given.format, "algorithm": "not known"}
+    try:
+        finish(given, base, Checkpoint(given.report, quantization), texts, made | {"held_out": held})
+    except KeyboardInterrupt:
+        say(f"stopped; {given.report} is as it was")
+        raise
+
+
+def finish(given: argparse.Namespace, base: Path, quantized: Checkpoint, texts: Texts, made: Mapping[str, Any]) -> None:
+    """The report into the folder of the checkpoint, and onto the console. One that covers more is kept beside it."""
+    folder = quantized.folder
+    device = "cpu" if device_name() == "the CPU" else "cuda"
+    held, tokens = texts.sequences["held_out"].tokens, given.sample_tokens
+    quality = assess(unquantized(base), quantized, held, texts.prompts, tokens, given.seed, device, say)
+    with tempfile.TemporaryDirectory() as results:
+        if given.task is not None:
+            quality["tasks"] = _tasks(given, base, folder, Path(results))
+        earlier = json.loads((folder / "quality.json").read_text()) if (folder / "quality.json").is_file() else {}
+        if more := covers_more(earlier, {"made": made, "quality": quality}):
+            say(f"the earlier report is kept as {keep(folder)}: it has {', '.join(more)}")
+        if given.task is not None:
+            shutil.copytree(results, folder / "task", dirs_exist_ok=True)
+    write_report(folder, made, quality)
+    print(card.report(made, quality) + f"\n{folder}")
+
+
+def covers_more(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> list[str]:
+    """What the earlier of two ``quality.json`` has more of, in words."""
+    before, after = (_extent(both) if both.get("quality") else {} for both in (earlier, later))
+    return [f"{n:,} {what}, not {after.get(what, 0):,}" for what, n in before.items() if n > after.get(what, 0)]
+
+
+def _extent(both: Mapping[str, Any]) -> dict[str, int]:
+    quality, own = both["quality"], both["quality"].get("sampling_entropy", {})
+    return {
+        "held-out tokens": both["made"]["held_out"]["tokens"],
+        "prompts to sample from": own.get("prompts", 0),
+        "tokens a sample": own.get("max_tokens", 0),
+        **{f"problems of the task {name}": task["problems"] for name, task in quality.get("tasks", {}).items()},
+    }
+
+
+def keep(folder: Path) -> Path:
+    """Give the report in ``folder`` the next free number; the path of its numbers."""
+    n = next(n for n in itertools.count(1) if not (folder / f"quality-{n}.json").exists())
+    for name in ("quality.json", "quality.md", "quality.png", "task"):
+        if (file := folder / name).exists():
+            file.rename(file.with_stem(f"{file.stem}-{n}"))
+    return folder / f"quality-{n}.json"
+
+
+def _tasks(given: argparse.Namespace, base: Path, quantized: Path, results: Path) -> dict[str, Any]:
+    """pass@1 of both by ``qerl-pl test``, paired; what it wrote goes to ``results/{base,quantized}.json``."""
+    from qerl_pl.comparison import compare, read
+
+    for name, model, format_ in (("base", base, "bf16"), ("quantized", quantized, given.format)):
+        say(f"report: {given.task} with the {name} model")
+        with tempfile.TemporaryDirectory() as runs:
+            chosen = ["--model.model", str(model.absolute()), "--model.quantization", format_, "--adapter", "none"]
+            if name == "quantized" and given.group_size is not None:
+                chosen += ["--model.quantization.group_size", str(given.group_size)]
+            place = ["--trainer.logger.save_dir", runs]
+            command = [sys.executable, "-m", "qerl_pl", "test", "--config", str(given.task), *chosen, *place]
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            found = list(Path(runs).rglob("results/test.json"))
+            if done.returncode or len(found) != 1:
+                said = done.stdout.strip().splitlines()
+                raise ValueError(f"--task {given.task}: qerl-pl test failed: {said[-1] if said else done.returncode}")
+            shutil.copy(found[0], results / f"{name}.json")
+    first, second = (read(results / f"{name}.json") for name in ("base", "quantized"))
+    return {name: asdict(difference) for name, difference in compare(first, second).items()}
+
+
+def write_report(folder: Path, made: Mapping[str, Any], quality: Mapping[str, Any] | None) -> None:
+    """quality.json, the card of a checkpoint of ours, and with ``quality`` its table and picture."""
+    both = {"made": made, "quality": quality}
+    (folder / "quality.json").write_text(json.dumps(both, indent=1, ensure_ascii=False) + "\n")
+    if "command" in made:
+        (folder / "README.md").write_text(card.card(made, quality))
+    if quality is None:
+        return
+    (folder / "quality.md").write_text(card.report(made, quality))
+    try:
+        card.draw(made, quality, folder / "quality.png")
+    except ImportError as error:
+        say(f"no quality.png: {error}")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def device_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
