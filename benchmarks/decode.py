@@ -76,23 +76,21 @@ def measure(engine: Any, config: dict[str, Any], batch: int, tokens: int, bandwi
 
 
 def breakdown(profiler: Any, tokens: int) -> dict[str, Any]:
-    """Microseconds of one decoding step by kind of kernel, the second half of the steps."""
+    """Microseconds of one decoding step by kind of kernel, over the last half of ``tokens`` steps."""
     events = sorted(
         (e.start_ns() / 1e3, e.duration_ns() / 1e3, e.name())
         for e in profiler.profiler.kineto_results.events()
         if e.device_type() == torch.autograd.DeviceType.CUDA
     )
-    half = events[0][0] + (events[-1][0] - events[0][0]) / 2
-    late = [event for event in events if event[0] >= half]
-    # A step has one kernel that samples; between two of them lies one step.
-    marks = [start for start, _, name in late if re.search("gumbel", name)]
+    # A step has one kernel that samples; between two of them lies one step. The prompts are computed in the first.
+    marks = [start for start, _, name in events if re.search("gumbel", name)][-(tokens // 2) :]
     if len(marks) < 3:
-        marks = [late[0][0], late[-1][0]]
+        raise RuntimeError(f"{len(marks)} steps were found in the profile; the sampler's kernel has another name here")
     first, last, steps = marks[0], marks[-1], len(marks) - 1
     kinds: dict[str, float] = defaultdict(float)
     names: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     busy, until, kernels = 0.0, first, 0
-    for start, duration, name in late:
+    for start, duration, name in events:
         if not first <= start < last:
             continue
         kind = next((k for k, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "other")

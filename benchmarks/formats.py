@@ -28,6 +28,7 @@ CHUNK = 32  # completions that go through the model at once
 
 def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One row of the result."""
+    from qerl_pl.bench.results import device
     from qerl_pl.callbacks import EvaluationResults
     from qerl_pl.checkpoint import prepare, resolve
     from qerl_pl.lightning_cli import QeRLCLI
@@ -49,7 +50,7 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
         unquantized(resolve(options.model)),
         Checkpoint(prepare(options.model, cli.model.quantization), cli.model.quantization),
     )
-    errors = {} if name == "bf16" else weight_errors(base, quantized, str(cli.model.device))
+    errors = {} if name == "bf16" else weight_errors(base, quantized, device()[0])
     rate = {key: tested[f"test/pass@1{end}"] for key, end in (("value", ""), ("low", "_low"), ("high", "_high"))}
     return {
         "format": name, "bits_per_weight": cli.model.quantization.bits_per_weight,
@@ -73,6 +74,7 @@ def sample(cli: Any, options: argparse.Namespace, temperature: float) -> list[fl
     from qerl_pl.types import Sampling
 
     data, policy = cli.datamodule, cli.model.policy
+    device = next(policy.parameters()).device  # Lightning calls the module's the CPU between two stages
     prompts = data.prompts("test", next(iter(data.sets("test"))))
     prompts = [prompts[i] for i in range(min(options.prompts, len(prompts)))]
     sampling = Sampling(options.samples, data.eval_sampling.max_tokens, temperature)
@@ -82,7 +84,7 @@ def sample(cli: Any, options: argparse.Namespace, temperature: float) -> list[fl
     sums = []
     for start in range(0, len(batch.lengths), CHUNK):
         part = slice(start, start + CHUNK)
-        rows = [t[part].to(cli.model.device) for t in (batch.tokens, batch.lengths, batch.completion_mask)]
+        rows = [t[part].to(device) for t in (batch.tokens, batch.lengths, batch.completion_mask)]
         with torch.no_grad():
             sums.append(policy(*rows, temperature=temperature)[1].sum(1).cpu())
     tokens = batch.completion_mask.sum(1).view(-1, sampling.n).sum(1)

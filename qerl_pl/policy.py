@@ -152,6 +152,12 @@ class Policy(nn.Module):
         for name, weight in self._norms.items():
             weight.copy_(values[name])
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "Policy":
+        """Stays where it was built. Lightning moves a module to the CPU after each stage and back before the next: what
+        is the engine's would come back as a copy.
+        """
+        return self
+
     def norm_parameters(self) -> dict[str, nn.Parameter]:
         """The norm weights that are trained, by module name; they are the live parameters."""
         return dict(self._norms)

@@ -121,6 +121,12 @@ def test_only_the_adapter_is_trainable(case):
     assert len(trainable) == 2 * 7 * 2  # A and B of seven projections in two layers
 
 
+def test_it_stays_where_it_was_built(case):
+    """Lightning moves modules between two stages; the engine's tensors would come back as copies."""
+    torch.nn.ModuleList([case[0]]).to("meta")
+    assert not any(tensor.is_meta for tensor in [*case[0].parameters(), *case[0].buffers()])
+
+
 def test_saved_folder_loads_in_peft(case, tmp_path: Path):
     from peft import PeftModel
 
