@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from qerl_pl.bench.results import IDENTITY
@@ -14,17 +15,23 @@ GREY = "#6b7280"
 
 @dataclass(frozen=True)
 class Panel:
-    """Bars of ``value``: groups by ``group``, one bar for each combination of what else differs."""
+    """Bars of ``value``: groups by ``group``, one bar for each combination of what else differs. ``budget``: of the rows
+    with a memory budget, or of the others.
+    """
 
     value: str
     title: str
     group: str = "model"
     log: bool = False
     better: str = "lower is better"
+    budget: bool = False
 
 
 PANELS = {
-    "rollout": [Panel("tokens_per_s", "sampled tokens per second", "batch", log=True, better="higher is better")],
+    "rollout": [
+        Panel("tokens_per_s", "sampled tokens per second", "batch", log=True, better="higher is better"),
+        Panel("tokens_per_s", "tokens per second, as many as fit", better="higher is better", budget=True),
+    ],
     "train": [
         Panel("milliseconds", "forward + backward of a micro-batch, ms"),
         Panel("share", "share of the measured BF16 matmul rate", better="higher is better"),
@@ -66,7 +73,8 @@ def draw(result: dict[str, Any], panels: Sequence[Panel], target: Path) -> None:
     rows = result["rows"]
     shown: list[tuple[Panel, str, list[dict[str, Any]]]] = []
     for panel in panels:
-        drawn = [row for row in rows if panel.value in row or ("error" in row and panel.group in row)]
+        own = [row for row in rows if ("budget_gb" in row) == panel.budget]
+        drawn = [row for row in own if panel.value in row or ("error" in row and panel.group in row)]
         if not any(panel.value in row for row in drawn):
             continue
         models = list(dict.fromkeys(row["model"] for row in drawn)) if panel.group != "model" else [""]
@@ -85,7 +93,7 @@ def draw(result: dict[str, Any], panels: Sequence[Panel], target: Path) -> None:
     versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if name in ("torch", "vllm", "peft"))
     figure.supxlabel(
         f"{result.get('card') or result['machine']} · {result['date']} · {result['commit']} · {versions}\n"
-        f"{', '.join(_same(rows))}",
+        f"{fill(', '.join(_same(rows)), 110)}",
         fontsize=7, color=GREY,
     )  # fmt: skip
     figure.savefig(target, dpi=120)
@@ -139,8 +147,9 @@ def _groups(rows: list[dict[str, Any]], key: str) -> list[Any]:
 
 
 def _labels(row: dict[str, Any], group: str, rows: list[dict[str, Any]]) -> str:
-    """What tells the bars of a group apart."""
-    keys = [key for key in IDENTITY if key not in ("bench", group) and len({other.get(key) for other in rows}) > 1]
+    """What tells the bars of a group apart; within a memory budget the batch is what fits."""
+    left_out = ("bench", group, "batch" if "budget_gb" in row else "")
+    keys = [key for key in IDENTITY if key not in left_out and len({other.get(key) for other in rows}) > 1]
     parts = [(key, row[key]) for key in keys if key in row]
     return ", ".join(value if isinstance(value, str) else f"{key} {value}" for key, value in parts)
 
