@@ -15,8 +15,8 @@ GREY = "#6b7280"
 
 @dataclass(frozen=True)
 class Panel:
-    """Bars of ``value``: groups by ``group``, one bar for each combination of what else differs. ``budget``: of the rows
-    with a memory budget, or of the others.
+    """Bars of ``value``: groups by ``group``, one bar for each combination of what else differs; of the rows with a
+    memory ``budget``, or of the others.
     """
 
     value: str
