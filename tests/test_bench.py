@@ -142,6 +142,25 @@ def test_sequences_within_a_budget_by_hand():
         assert sequences_within(spec, 10, 2304, 8192, 256) == 0
 
 
+def test_kernels_that_were_left_out_are_in_the_row(tmp_path, monkeypatch):
+    class Engine:
+        notes = ("vLLM: NVFP4 by vLLM's own kernel: why", "more")
+
+        def __init__(self, *_) -> None: ...
+
+        def generate(self, prompts, tokens) -> int:
+            return len(prompts) * tokens
+
+        def model_bytes(self) -> int:
+            return 0
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(rollout, "Ours", Engine)
+    bench(["rollout", *SHORT, "--format", "bf16", "--variant", "ours", "--batch", "2", "--output", str(tmp_path / "r")])
+    assert keys(read(tmp_path / "r"), "notes") == [("vLLM: NVFP4 by vLLM's own kernel: why; more",)]
+
+
 @needs_vllm
 @pytest.mark.slow
 def test_rollout(tmp_path, monkeypatch):

@@ -119,6 +119,7 @@ def _measure(
             measured = {
                 **spread("tokens_per_s", rates), **spread("milliseconds", [1e3 * t for t in times]),
                 "model_gb": engine.model_bytes() / 1e9, **peak(), "start_s": started, "repeats": repeats,
+                **({"notes": "; ".join(engine.notes)} if engine.notes else {}),  # kernels that were left out, and why
             }  # fmt: skip
             results.add(what | {"batch": batch, "completion_length": tokens} | extra, measured)
 
@@ -139,6 +140,7 @@ class Ours:
 
         self.engine = VLLMEngine(max_num_seqs=max(batches), cudagraph_sizes=sorted(set(batches)))
         self.engine.start(spec)
+        self.notes = self.engine.notes
         if spec.targets:
             self.engine.load_adapter({n: 0.01 * torch.randn(t.shape) for n, t in self.engine.adapter().items()})
             self.engine.refresh()
@@ -159,6 +161,8 @@ class Ours:
 
 class Stock:
     """vLLM's own class, with an adapter from a file."""
+
+    notes = ()
 
     def __init__(self, spec: EngineSpec, batches: Sequence[int], scratch: Path) -> None:
         from qerl_pl.engine.vllm_stock import StockVLLM
