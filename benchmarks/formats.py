@@ -14,16 +14,26 @@ import multiprocessing
 import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from qerl_pl.bench.machine import describe
+from qerl_pl.bench.results import choices
+from registry.quantization import FORMATS
 
-FORMATS = "bf16,nvfp4,mxfp4,nf4,int4,int8,fp8"
 CHUNK = 32  # completions that go through the model at once
+
+
+def alone(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """``run`` in a process of its own; if it fails, or is killed, that is its row."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(run, name, options).result()
+        except Exception as error:
+            return {"format": name, "error": f"{type(error).__name__}: {error}"}
 
 
 def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -36,7 +46,10 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
     sys.argv = sys.argv[:1]
     args = [*options.fit, f"--model.model={options.model}", f"--model.quantization={name}"]
-    cli = QeRLCLI([*args, f"--trainer.max_steps={options.steps}", "--trainer.limit_val_batches=0"], run=False)
+    try:
+        cli = QeRLCLI([*args, f"--trainer.max_steps={options.steps}", "--trainer.limit_val_batches=0"], run=False)
+    except SystemExit as error:
+        raise ValueError("the settings were refused, see above") from error
     for callback in cli.trainer.callbacks:
         if isinstance(callback, EvaluationResults):
             callback.quiet = True
@@ -57,7 +70,7 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "bytes": sum(file.stat().st_size for file in quantized.folder.glob("*.safetensors")),
         "weight_error": fmean(e for kind in errors.values() for e in kind) if errors else 0.0,
         "weight_error_by_kind": {kind: fmean(e) for kind, e in errors.items()},
-        "kl": asdict(mean(divergence(base, quantized, options))),
+        "kl": asdict(mean(divergence(base, quantized, options), least=0.0)),
         "pass@1": rate,
         "entropy": {t: asdict(mean(values)) for t, values in entropies.items()},
         "entropy_by_prompt": {t: [float(f"{v:.4g}") for v in values] for t, values in entropies.items()},
@@ -151,7 +164,7 @@ def main() -> None:
     parser.add_argument("--texts", required=True, help="held-out texts for KL, as qerl-pl quantize --calibration")
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--formats", default=FORMATS)
+    parser.add_argument("--formats", default="bf16,nvfp4,mxfp4,nf4,int4,int8,fp8")
     parser.add_argument("--temperatures", default="0.6,0.8,1.0,1.2")
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--samples", type=int, default=4)
@@ -163,17 +176,14 @@ def main() -> None:
     options = parser.parse_args()
     options.fit = options.fit[1:] if options.fit[:1] == ["--"] else options.fit
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the command line does
-    names, found = options.formats.split(","), {}
+    names, found = choices("formats", options.formats, list(FORMATS)), {}
     said = {k: v for k, v in vars(options).items() if k not in ("output", "commit", "parallel")}
-    with ProcessPoolExecutor(options.parallel, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        jobs = {pool.submit(run, name, options): name for name in names}
+    with ThreadPoolExecutor(options.parallel) as pool:
+        jobs = {pool.submit(alone, name, options): name for name in names}
         for job in as_completed(jobs):
-            name = jobs[job]
-            try:
-                found[name] = job.result()
-            except Exception as error:  # one format's failure is its row
-                found[name] = {"format": name, "error": f"{type(error).__name__}: {error}"}
-            print(f"{name}: {found[name].get('error', 'done')}", flush=True)
+            row = job.result()
+            found[row["format"]] = row
+            print(f"{row['format']}: {row.get('error', 'done')}", flush=True)
             rows = [found[name] for name in names if name in found]
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.write_text(

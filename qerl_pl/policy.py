@@ -154,8 +154,12 @@ class Policy(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Policy":
         """Stays where it was built. Lightning moves a module to the CPU after each stage and back before the next: what
-        is the engine's would come back as a copy.
+        is the engine's would come back as a copy. TypeError if ``fn`` would change the dtype.
         """
+        if (dtype := fn(torch.empty(0)).dtype) != torch.float32:
+            raise TypeError(
+                f"the policy cannot become {dtype}: its adapter is FP32; set model.dtype for the arithmetic"
+            )
         return self
 
     def norm_parameters(self) -> dict[str, nn.Parameter]:

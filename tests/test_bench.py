@@ -15,7 +15,7 @@ from qerl_pl.bench.spec import sequences_within
 from qerl_pl.bench.train import flops, ours
 from qerl_pl.checkpoint import PROJECTIONS, prepare
 from qerl_pl.engine import EngineSpec
-from registry.quantization import BF16, NVFP4
+from registry.quantization import BF16, FORMATS, NVFP4
 
 ROOT = Path(__file__).parents[1]
 SHORT = ["--model", "tiny-test", "--repeats", "3", "--commit", "test", "--prompt_length", "16"]
@@ -140,6 +140,15 @@ def test_sequences_within_a_budget_by_hand():
         assert sequences_within(spec, 80, 2304, 8192, 256) == want > 10
         assert sequences_within(spec, 80, 2304, 8192, 9) == 9
         assert sequences_within(spec, 10, 2304, 8192, 256) == 0
+        # The cache that the engine then gets, of so many sequences and what they take on top, is what is free.
+        what = {"model": "32B", "format": FORMATS.name_of(type(quantization)), "rank": 32, "prompt_length": 256,
+                "variant": "ours", "budget_gb": 80}  # fmt: skip
+        fitting = rollout._fitting(what, 256)
+        wide = 1 if torch.cuda.is_available() else 2  # FP32 on a CPU
+        cache = [rollout._spec(what, 2048, n).kv_cache_bytes / wide for n in (fitting, fitting + 1)]
+        assert cache[0] <= free < cache[1]
+    with pytest.raises(ValueError, match="--budget_gb 10: not one sequence of 2304 tokens fits beside the model"):
+        rollout._fitting(what | {"budget_gb": 10}, 256)
 
 
 def test_kernels_that_were_left_out_are_in_the_row(tmp_path, monkeypatch):
@@ -175,6 +184,7 @@ def test_rollout(tmp_path, monkeypatch):
         for variant in ("stock", "ours")
         for row in ((1, 8, None), (3, 8, None), (3, 12, 1.3))
     ]
+    assert all(row["peak_gb"] < row["budget_gb"] for row in rows if "peak_gb" in row and "budget_gb" in row)
     assert all(row["tokens_per_s_min"] <= row["tokens_per_s"] <= row["tokens_per_s_max"] for row in rows)
     stock = [row for row in rows if row["variant"] == "stock"]
     # Stock completions never end before their length.

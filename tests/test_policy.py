@@ -125,6 +125,8 @@ def test_it_stays_where_it_was_built(case):
     """Lightning moves modules between two stages; the engine's tensors would come back as copies."""
     torch.nn.ModuleList([case[0]]).to("meta")
     assert not any(tensor.is_meta for tensor in [*case[0].parameters(), *case[0].buffers()])
+    with pytest.raises(TypeError, match=r"cannot become torch.float64: its adapter is FP32; set model\.dtype"):
+        case[0].double()
 
 
 def test_saved_folder_loads_in_peft(case, tmp_path: Path):

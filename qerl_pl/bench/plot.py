@@ -92,12 +92,20 @@ def draw(result: dict[str, Any], panels: Sequence[Panel], target: Path) -> None:
         axis.set_title(panel.better, loc="right", fontsize=8, color=GREY)
     versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if name in ("torch", "vllm", "peft"))
     figure.supxlabel(
-        f"{result.get('card') or result['machine']} · {result['date']} · {result['commit']} · {versions}\n"
+        f"{result.get('card') or result['machine']} · {_from(result)} · {versions}\n"
         f"{fill(', '.join(_same(rows)), 110)}",
         fontsize=7, color=GREY,
     )  # fmt: skip
     figure.savefig(target, dpi=120)
     plt.close(figure)
+
+
+def _from(result: dict[str, Any]) -> str:
+    """Commits and dates of the runs that the rows are from."""
+    runs = result.get("runs") or [result]
+    used = [runs[i] for i in sorted({row["run"] for row in result["rows"] if row.get("run", len(runs)) < len(runs)})]
+    dates, commits = (list(dict.fromkeys(run[key] for run in used or [result])) for key in ("date", "commit"))
+    return f"{', '.join(dates)} · {', '.join(commits)}"
 
 
 def _grouped(axis: Any, panel: Panel, rows: list[dict[str, Any]]) -> None:

@@ -50,8 +50,8 @@ def rollout(
     """Tokens per second of vLLM with an adapter: stock settings, and the project's engine.
 
     Prompts are random and new in every repeat, so their prefill counts. At temperature 1, with log-probabilities.
-    With ``budget_gb`` there is one more row: of the largest batch asked for with completions of 2,048 tokens, the
-    sequences for which a card with so much memory has room are sampled at once.
+    With ``budget_gb`` there is one more row, of an engine of its own: of the largest batch asked for with completions
+    of 2,048 tokens, the sequences for which a card with so much memory has room are sampled at once.
 
     Args:
         model: shapes, separated by commas.
@@ -80,54 +80,65 @@ def rollout(
                         "prompt_length": prompt_length, "completion_length": completion_length,
                     }  # fmt: skip
                     with results.candidate(what):
-                        _measure(results, what, batches, repeats, budget_gb)
+                        spec = _spec(what, completion_length, max(batches))
+                        _measure(results, what, spec, batches, repeats)
+                    if budget_gb is not None:
+                        what |= {"completion_length": LONG, "budget_gb": budget_gb}
+                        with results.candidate(what):
+                            fitting = _fitting(what, max(batches))
+                            # So many tokens that one call is enough.
+                            _measure(results, what, _spec(what, LONG, fitting), [fitting], 1, warm_up=0)
     results.finish()
 
 
+def _spec(what: dict[str, Any], completion_length: int, sequences: int) -> EngineSpec:
+    length = what["prompt_length"] + completion_length
+    return random_spec(what["model"], what["format"], what["rank"], length, sequences * (length + BLOCKS))
+
+
+def _fitting(what: dict[str, Any], most: int) -> int:
+    """How many sequences fit into the budget at once, at most ``most``; ValueError if not one does."""
+    # vllm.LLM computes 16,384 prompt tokens at once on such a card, ours 8,192.
+    batched_tokens = 16384 if what["variant"] == "stock" else 8192
+    length = what["prompt_length"] + LONG
+    found = sequences_within(_spec(what, LONG, 1), what["budget_gb"], length + BLOCKS, batched_tokens, most)
+    if not found:
+        raise ValueError(f"--budget_gb {what['budget_gb']}: not one sequence of {length} tokens fits beside the model")
+    return found
+
+
 def _measure(
-    results: Results, what: dict[str, Any], batches: Sequence[int], repeats: int, budget_gb: float | None
+    results: Results, what: dict[str, Any], spec: EngineSpec, batches: Sequence[int], repeats: int, warm_up: int = 1
 ) -> None:
     """One engine, all batches."""
-    prompt_length, completion_length = what["prompt_length"], what["completion_length"]
-    stock, most = what["variant"] == "stock", max(batches)
-    length, kv_tokens = prompt_length + completion_length, most * (prompt_length + completion_length + BLOCKS)
-    spec, fitting, graphs = random_spec(what["model"], what["format"], what["rank"], length, kv_tokens), 0, [*batches]
-    if budget_gb is not None:
-        length = prompt_length + LONG
-        # vllm.LLM computes 16,384 prompt tokens at once on such a card, ours 8,192.
-        fitting = sequences_within(spec, budget_gb, length, 16384 if stock else 8192, most)
-        if not fitting:
-            raise ValueError(f"--budget_gb {budget_gb}: not one sequence of {length} tokens fits beside the model")
-        kv_tokens, graphs = max(kv_tokens, fitting * (length + BLOCKS)), [*batches, fitting]
-        spec = random_spec(what["model"], what["format"], what["rank"], length, kv_tokens)
-    vocabulary, draws = spec.config["vocab_size"], torch.Generator().manual_seed(0)
+    tokens, vocabulary, draws = what["completion_length"], spec.config["vocab_size"], torch.Generator().manual_seed(0)
     free_memory()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
-        engine = Stock(spec, graphs, Path(scratch)) if stock else Ours(spec, graphs)
+        stock = what["variant"] == "stock"
+        engine = Stock(spec, batches, Path(scratch)) if stock else Ours(spec, batches)
         started = time.perf_counter() - began
 
         def once(batch: int, tokens: int) -> int:
-            prompts = torch.randint(2, vocabulary, (batch, prompt_length), generator=draws)
+            prompts = torch.randint(2, vocabulary, (batch, what["prompt_length"]), generator=draws)
             return engine.generate(prompts.tolist(), tokens)
-
-        def add(batch: int, tokens: int, repeats: int, extra: dict[str, Any], warm_up: int) -> None:
-            counts: list[int] = []
-            once(batch, min(24, tokens))
-            times = seconds(lambda: counts.append(once(batch, tokens)), repeats, warm_up)
-            rates = [count / time for count, time in zip(counts[warm_up:], times, strict=True)]
-            measured = {
-                **spread("tokens_per_s", rates), **spread("milliseconds", [1e3 * t for t in times]),
-                "model_gb": engine.model_bytes() / 1e9, **peak(), "start_s": started, "repeats": repeats,
-                **({"notes": "; ".join(engine.notes)} if engine.notes else {}),  # kernels that were left out, and why
-            }  # fmt: skip
-            results.add(what | {"batch": batch, "completion_length": tokens} | extra, measured)
 
         try:
             for batch in batches:
-                add(batch, completion_length, repeats, {}, warm_up=1)
-            if budget_gb is not None:  # so many tokens that one call is enough
-                add(fitting, LONG, 1, {"budget_gb": budget_gb}, warm_up=0)
+                counts: list[int] = []
+
+                def timed(batch: int = batch, counts: list[int] = counts) -> None:
+                    counts.append(once(batch, tokens))
+
+                once(batch, min(24, tokens))
+                times = seconds(timed, repeats, warm_up)
+                rates = [count / time for count, time in zip(counts[warm_up:], times, strict=True)]
+                measured = {
+                    **spread("tokens_per_s", rates), **spread("milliseconds", [1e3 * t for t in times]),
+                    "model_gb": engine.model_bytes() / 1e9, **peak(), "start_s": started, "repeats": repeats,
+                    **({"notes": "; ".join(engine.notes)} if engine.notes else {}),  # kernels left out, and why
+                }  # fmt: skip
+                results.add(what | {"batch": batch}, measured)
         finally:
             engine.close()
 
