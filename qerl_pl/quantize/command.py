@@ -20,7 +20,7 @@ from qerl_pl.quantize.quality import Checkpoint
 from qerl_pl.quantize.report import device_name, finish, report_on, say, write_report
 from qerl_pl.random_model import is_random
 from qerl_pl.stored import stored_as
-from registry._import import import_path
+from registry._import import ImportPathError, import_path
 from registry.prompts import PROMPTS
 from registry.quantization import FORMATS, QuantFormat
 
@@ -102,7 +102,7 @@ def _class(path: str) -> type[QuantFormat]:
     """A format of a user's own by its import path."""
     try:
         found = import_path(path)
-    except ValueError as error:
+    except ImportPathError as error:
         raise ValueError(f"--format {path}: {error}; give a registered name or the import path of a class") from error
     if not (isinstance(found, type) and issubclass(found, QuantFormat)):
         raise ValueError(f"--format {path} is no subclass of QuantFormat")
