@@ -70,7 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help="BF16 model: a folder, a name on the hub, or tiny")
     add("--format", default="nvfp4", help="a weight format; default: nvfp4")
-    add("--group_size", type=int, help="weights that share a scale, for formats that have a choice (int4, int8)")
+    add(
+        "--group_size", type=_group_size,
+        help="weights that share a scale, for formats that have a choice (int4, int8); null: one scale an output",
+    )  # fmt: skip
     add("--algorithm", default="awq", help="awq (default), gptq, or rtn: rounding to nearest, without calibration")
     add("--output", type=Path, help="folder of the checkpoint; must not be there")
     add("--report", type=Path, help="only report: an existing checkpoint of --format, beside its base --model")
@@ -89,13 +92,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _format(name: str, group_size: int | None) -> QuantFormat:
+def _group_size(text: str) -> int | str:
+    """``null`` stays a text, as configs have it: None is what was not given."""
+    try:
+        return text if text == "null" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number or null") from None
+
+
+def _format(name: str, group_size: int | str | None) -> QuantFormat:
     cls = _class(name) if "." in name else FORMATS[name]
     if group_size is None:
         return cls()
     if "group_size" not in inspect.signature(cls).parameters:
         raise ValueError(f"--group_size {group_size}: {name} leaves no choice; remove it")
-    return cls(group_size=group_size)  # type: ignore[call-arg]
+    return cls(group_size=None if group_size == "null" else group_size)  # type: ignore[call-arg]
 
 
 def _class(path: str) -> type[QuantFormat]:
