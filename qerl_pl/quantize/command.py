@@ -17,7 +17,7 @@ from qerl_pl.checkpoint import PROJECTIONS, Weights, prepare, projection, readab
 from qerl_pl.quantize.calibrated import ALGORITHMS, calibrate, check_algorithm, import_llmcompressor, settings
 from qerl_pl.quantize.calibration import DEFAULT, draw_texts
 from qerl_pl.quantize.quality import Checkpoint
-from qerl_pl.quantize.report import device_name, finish, report_on, say, write_report
+from qerl_pl.quantize.report import add_report, device_name, report_on, say, write_report
 from qerl_pl.random_model import is_random
 from qerl_pl.stored import stored_as
 from registry._import import ImportPathError, import_path
@@ -135,7 +135,11 @@ def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args
             f"--output {output}: the checkpoint takes {after / 1e9:.2f} GB, but {parent} has {free / 1e9:.2f} GB free; "
             "make room, or name a folder elsewhere"
         )
-    texts = draw_texts(given, base, calibrated=given.algorithm != "rtn", say=say)
+    texts = draw_texts(
+        base, given.calibration, given.seed, given.max_length, held_out=given.held_out,
+        num_samples=0 if given.algorithm == "rtn" else given.num_samples,
+        sample_prompts=given.sample_prompts, sample_tokens=given.sample_tokens, say=say,
+    )  # fmt: skip
     if given.algorithm != "rtn":
         import_llmcompressor(given.algorithm)
     unfinished = parent / f".{output.name}.unfinished"
@@ -157,7 +161,7 @@ def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args
             "model": given.model, "format": given.format, "group_size": given.group_size,
             "stored_as": stored_as(quantization.config), "algorithm": given.algorithm,
             "settings": settings(given.algorithm), "output": str(output),
-            "calibration": texts.calibration(given), "held_out": texts.held_out(given), "seed": given.seed,
+            "calibration": texts.calibration(), "held_out": texts.held_out(), "seed": given.seed,
             "bytes": {"before": before, "after": sum(f.stat().st_size for f in unfinished.glob("*.safetensors"))},
             "seconds": round(time.perf_counter() - started, 1), "warnings": warnings,
             "command": shlex.join(["qerl-pl", "quantize", *args]), "commit": checkout(), **facts(),
@@ -170,11 +174,8 @@ def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args
         raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        finish(given, base, Checkpoint(output, quantization), texts, made)
-    except KeyboardInterrupt:
-        say(f"stopped; the checkpoint in {output} is complete, and this makes its report: {_report_command(given)}")
-        raise
+    stopped = f"stopped; the checkpoint in {output} is complete, and this makes its report: {_report_command(given)}"
+    add_report(given, base, Checkpoint(output, quantization), texts, made, stopped)
 
 
 def _report_command(given: argparse.Namespace) -> str:
