@@ -131,7 +131,9 @@ class Parser(LightningArgumentParser):
         class_ = re.findall(r"given class_path '[\w.]*?(\w+)':((?:\n(?!\s*(?:- |Given value)).+)+)", message)
         wrong = wrong_type(message)
         if wrong is not None and where:
-            path = [where[1], *(c for c, _ in class_[-1:]), *([wrong[0]] if wrong[0] != where[1] else [])]
+            named = [c for c, _ in class_[-1:]]
+            inside = f"{wrong[0]}.".startswith(f"{where[1]}.")  # the key says the place too
+            path = [wrong[0], *named] if inside else [where[1], *named, wrong[0]]
             message = f"{': '.join(path)}: {wrong[1]}"
         elif name and where:  # of all that jsonargparse tried, the registry's answer is the one that helps
             message = f"{where[1]}: {name[1]}"

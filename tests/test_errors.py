@@ -57,6 +57,8 @@ def answer(arguments, capsys, monkeypatch) -> str:
         (["--data.engine", "vlm"], "unknown engine 'vlm'. Did you mean 'vllm'?"),
         (["--model.lora.rnak", "8"], "--model.lora.rnak 8. Did you mean 'model.lora.rank'?"),
         (["--model.lora.rank", "eight"], "error: model.lora.rank: eight must be a whole number"),
+        (["--model.lora", "{rank: eight}"], "error: model.lora.rank: eight must be a whole number"),
+        (["--model", "{lora: {rank: eight}}"], "error: model.lora.rank: eight must be a whole number"),
         (["--model.memory_gb", "much"], "error: model.memory_gb: much must be a number or null"),
         (
             ["--model.gradient_checkpointing", "some"],
