@@ -193,7 +193,7 @@ def write(folder: Path, config: dict[str, Any], quantization: QuantFormat, targe
         index.update(dict.fromkeys(shard, name))
         shard.clear()
 
-    for tensors in _quantized(weights, quantization):
+    for tensors in _quantized(folder, weights, quantization):
         shard.update(tensors)
         if sum(t.nbytes for t in shard.values()) > _SHARD_BYTES:
             flush()
@@ -223,7 +223,7 @@ def copy_files(folder: Path, target: Path) -> None:
             shutil.copy(file, target)
 
 
-def _quantized(weights: Weights, quantization: QuantFormat) -> Iterator[dict[str, Tensor]]:
+def _quantized(folder: Path, weights: Weights, quantization: QuantFormat) -> Iterator[dict[str, Tensor]]:
     """The checkpoint's tensors with every projection in stored form; one fused group at a time."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     projections = {
@@ -247,6 +247,10 @@ def _quantized(weights: Weights, quantization: QuantFormat) -> Iterator[dict[str
         dense = [weights[f"{m}.weight"].to(device) for m in members]
         for member, weight in zip(members, dense, strict=True):
             quantization.check(member, weight.shape[1])
+            if not weight.isfinite().all():
+                raise ValueError(
+                    f"{folder}: {member}.weight has infinite numbers or NaN; copy or download the model again"
+                )
         parts = quantization.quantize(dense)
         if not checked:  # one is enough to find a mistake, and costs next to nothing beside all that follow
             check_round_trip(members[0], dense[0], parts[0], quantization)

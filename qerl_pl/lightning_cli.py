@@ -1,10 +1,12 @@
 """The LightningCLI behind ``qerl-pl fit|validate|test``."""
 
+import contextlib
 import difflib
 import inspect
 import logging
+import os
 import re
-import shutil
+import socket
 import sys
 import warnings
 from pathlib import Path
@@ -129,7 +131,9 @@ class Parser(LightningArgumentParser):
         class_ = re.findall(r"given class_path '[\w.]*?(\w+)':((?:\n(?!\s*(?:- |Given value)).+)+)", message)
         wrong = wrong_type(message)
         if wrong is not None and where:
-            path = [where[1], *(c for c, _ in class_[-1:]), *([wrong[0]] if wrong[0] != where[1] else [])]
+            named = [c for c, _ in class_[-1:]]
+            inside = f"{wrong[0]}.".startswith(f"{where[1]}.")  # the key says the place too
+            path = [wrong[0], *named] if inside else [where[1], *named, wrong[0]]
             message = f"{': '.join(path)}: {wrong[1]}"
         elif name and where:  # of all that jsonargparse tried, the registry's answer is the one that helps
             message = f"{where[1]}: {name[1]}"
@@ -160,10 +164,16 @@ def newest_checkpoint(config: Any) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime_ns)
 
 
-def nothing_but_config(folder: Path) -> bool:
-    """Whether a run wrote only what is written before anything happens: settings, and a log without steps."""
-    usual = re.compile(r"config\.yaml|hparams\.yaml|events\.out\.tfevents\..*")
-    return folder.is_dir() and all(usual.fullmatch(file.name) for file in folder.iterdir())
+def nothing_but_config(folder: Path) -> list[Path]:
+    """The files of a run of this process that wrote only what is written before anything happens: settings, and a log
+    without steps. None if there is anything else, or the log of another process: it may have been given the same place.
+    Each process begins its log before it writes settings, so those without a foreign log are of this one.
+    """
+    files = list(folder.iterdir()) if folder.is_dir() else []
+    log = re.compile(rf"events\.out\.tfevents\.\d+\.{re.escape(socket.gethostname())}\.{os.getpid()}\.\d+")
+    logs = [file for file in files if log.fullmatch(file.name)]
+    others = {file.name for file in files} - {file.name for file in logs}
+    return files if logs and others <= {"config.yaml", "hparams.yaml"} else []
 
 
 class QeRLCLI(LightningCLI):
@@ -241,14 +251,19 @@ class QeRLCLI(LightningCLI):
             raise ValueError(said) from error
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """A run that fails before its first step leaves no folder: it would hold nothing but the config."""
+        """A run that fails before anything but settings is written leaves no folder. One that is resumed keeps its own:
+        it has saved the adapter that it began with.
+        """
         named = getattr(self.trainer.logger, "log_dir", None) if self.trainer.is_global_zero else None
         new = Path(named) if named is not None and not Path(named).exists() else None
         try:
             super()._run_subcommand(subcommand)
         except Exception:
-            if new is not None and self.trainer.global_step == 0 and nothing_but_config(new):
-                shutil.rmtree(new, ignore_errors=True)
+            if new is not None and self.trainer.global_step == 0 and (files := nothing_but_config(new)):
+                with contextlib.suppress(OSError):  # something has appeared there: it stays
+                    for file in files:
+                        file.unlink()
+                    new.rmdir()
             raise
 
     def before_instantiate_classes(self) -> None:

@@ -31,17 +31,20 @@ class StoredOtherwiseError(ValueError):
 
 def fitting(found: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """Name and settings of the registered format whose checkpoints say ``found``; None if there is none."""
-    sizes = {(group.get("weights") or {}).get("group_size") for group in found.get("config_groups", {}).values()}
+    groups = found.get("config_groups", {}).values()
+    if any(group.get("input_activations") for group in groups):  # refused, whatever its weights are
+        return None
+    sizes = {(group.get("weights") or {}).get("group_size") for group in groups}
     for name in FORMATS:
         parameters = inspect.signature(FORMATS[name]).parameters
         chosen = [{}, *({"group_size": size} for size in sizes if "group_size" in parameters)]
         for settings in chosen:
             try:
                 config = FORMATS[name](**settings).config
-            except (TypeError, ValueError):  # a format that must be told more, or that refuses this size
+                if config is not None and stored_as(config) == stored_as(found):
+                    return name, settings
+            except Exception:  # one that must be told more, or that refuses this size; from a plugin anything can come
                 continue
-            if config is not None and stored_as(config) == stored_as(found):
-                return name, settings
     return None
 
 
@@ -88,7 +91,7 @@ def _fault(dense: Tensor, weight: Tensor, dtype: torch.dtype) -> str:
         return f"has the shape {tuple(dense.shape)}, not that of the weight, {tuple(weight.shape)}"
     if not dense.isfinite().all():
         return "has infinite numbers or NaN"
-    norm, error = weight.norm(), (dense.float() - weight).norm()
+    norm, error = weight.norm(), (dense.to(weight) - weight).norm()  # a user's own may compute on the CPU
     if error >= norm > 0:
         return f"has a relative error of {error / norm:.3g}; it must be below 1, that of zeros"
     return ""

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from qerl_pl.checkpoint import Weights, is_projection, prepare, projection, resolve, stored_projection
 from qerl_pl.model import build_model
 from qerl_pl.packed import PackedLinear
-from registry.quantization import BF16, FP8, MXFP4, NF4, NVFP4, Int4, Int8
+from qerl_pl.stored import check_round_trip
+from registry.quantization import BF16, FORMATS, FP8, MXFP4, NF4, NVFP4, Int4, Int8
 from tests.reference import dequantize_nvfp4, llama, qwen2, write_checkpoint
 
 
@@ -86,6 +88,28 @@ def test_a_format_that_nothing_reads(changed, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": found}))
     with pytest.raises(ValueError, match=r"no registered format reads it \(bf16, .*\); name the BF16 model that it"):
         prepare(str(tmp_path), NVFP4())
+
+
+def test_no_format_is_named_where_all_would_refuse(tmp_path):
+    found = FP8().config
+    found["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "float"}
+    config = json.loads((resolve("tiny") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": found}))
+    with pytest.raises(ValueError, match="no registered format reads it"):
+        prepare(str(tmp_path), NVFP4())
+    with pytest.raises(ValueError, match="also quantizes activations; use a weight-only checkpoint"):
+        prepare(str(tmp_path), FP8())
+
+
+def test_a_plugin_that_cannot_be_made_does_not_hide_the_advice(tmp_path, monkeypatch):
+    class Broken(BF16):
+        def __init__(self):
+            raise RuntimeError("no driver")
+
+    monkeypatch.setitem(FORMATS._classes, "a_broken_one", Broken)  # before all others
+    write_checkpoint(tmp_path / "model", qwen2(), NVFP4())
+    with pytest.raises(ValueError, match=r"set model\.quantization: nvfp4$"):
+        prepare(str(tmp_path / "model"), Int4())
 
 
 def test_what_is_no_model(tmp_path):
@@ -212,3 +236,26 @@ def test_a_format_that_does_not_give_back_what_it_took(broken, expected, tmp_pat
     with pytest.raises(ValueError, match=f"what Broken.dequantize makes of model.layers.0.*{expected}"):
         prepare(str(tmp_path / "model"), Broken(), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("module", ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"])
+def test_a_weight_that_is_not_finite_is_not_blamed_on_the_format(module, tmp_path):
+    write_checkpoint(tmp_path / "model", qwen2(), BF16())
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"{module}.weight"][3, 5] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"/model: {module}\.weight has infinite numbers or NaN; copy or download"):
+        prepare(str(tmp_path / "model"), NVFP4(), tmp_path / "cache")
+
+
+def test_a_format_that_computes_on_the_cpu():
+    """For a weight that is elsewhere: here one without numbers, which refuses to meet those of the CPU."""
+
+    class Mine(BF16):
+        def dequantize(self, stored, dtype):
+            return torch.ones(4, 8, dtype=dtype)
+
+    weight = torch.ones(4, 8, device="meta")
+    with pytest.raises(RuntimeError, match="meta tensors"):  # asked for a number, not for tensors on two devices
+        check_round_trip("q_proj", weight, {}, Mine())

@@ -1,13 +1,17 @@
 """A stranger's session: each mistake is answered in one clear line."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
 
+from qerl_pl import lightning_cli
 from qerl_pl.cli import COMMANDS, HELP, LIGHTNING, main
 from qerl_pl.lightning_cli import QeRLCLI, nothing_but_config
 
@@ -53,6 +57,8 @@ def answer(arguments, capsys, monkeypatch) -> str:
         (["--data.engine", "vlm"], "unknown engine 'vlm'. Did you mean 'vllm'?"),
         (["--model.lora.rnak", "8"], "--model.lora.rnak 8. Did you mean 'model.lora.rank'?"),
         (["--model.lora.rank", "eight"], "error: model.lora.rank: eight must be a whole number"),
+        (["--model.lora", "{rank: eight}"], "error: model.lora.rank: eight must be a whole number"),
+        (["--model", "{lora: {rank: eight}}"], "error: model.lora.rank: eight must be a whole number"),
         (["--model.memory_gb", "much"], "error: model.memory_gb: much must be a number or null"),
         (
             ["--model.gradient_checkpointing", "some"],
@@ -150,13 +156,47 @@ def test_a_run_that_never_began_leaves_no_folder(arguments, tmp_path, capsys, mo
     assert (tmp_path / "runs" / "qerl" / "mine" / "config.yaml").is_file()
 
 
-@pytest.mark.parametrize("kept", ["completions.jsonl", "checkpoints", "results", "adapter"])
+OURS = f"events.out.tfevents.1.{socket.gethostname()}.{os.getpid()}.0"
+OTHERS = f"events.out.tfevents.1.{socket.gethostname()}.{os.getpid()}1.0"
+"""Logs of this process and of another."""
+
+
+@pytest.mark.parametrize("kept", ["completions.jsonl", "checkpoints", "results", "adapter", OTHERS, f"{OURS}.before"])
 def test_a_run_that_did_something_keeps_its_folder(kept, tmp_path):
-    for name in ("config.yaml", "hparams.yaml", "events.out.tfevents.1.host.2.0"):
+    for name in ("config.yaml", "hparams.yaml", OURS):
+        assert not nothing_but_config(tmp_path)
         (tmp_path / name).write_text("")
-    assert nothing_but_config(tmp_path)
+    assert len(nothing_but_config(tmp_path)) == 3
     (tmp_path / kept).mkdir()
     assert not nothing_but_config(tmp_path)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_folder_of_a_run_that_lives_is_left_alone(late, tmp_path, capsys, monkeypatch):
+    """Two that were started with one version: it was new to both, and one of them fails."""
+    monkeypatch.chdir(tmp_path)
+    other = tmp_path / "runs" / "qerl" / "same" / OTHERS
+
+    def appear():
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_text("")
+
+    def run(self, subcommand, run=LightningCLI._run_subcommand):
+        if not late:
+            appear()
+        run(self, subcommand)
+
+    def look(folder, look=nothing_but_config):
+        files = look(folder)
+        if late:
+            appear()
+        return files
+
+    monkeypatch.setattr(LightningCLI, "_run_subcommand", run)
+    monkeypatch.setattr(lightning_cli, "nothing_but_config", look)
+    words = ["fit", "--config", CONFIG, "--trainer.logger.version", "same", "--ckpt_path", "nowhere.ckpt"]
+    assert "nowhere.ckpt" in answer(words, capsys, monkeypatch)
+    assert other.is_file()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -3,6 +3,7 @@
 import math
 import sys
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,9 +89,30 @@ def test_python_reward_may_return_other_numbers(monkeypatch: pytest.MonkeyPatch)
         ("no_such_module.f", "'no_such_module.f' cannot be imported .No module named 'no_such_module'.;"),
         ("math.no_such_function", "'math.no_such_function' cannot be imported .*no attribute 'no_such_function'.;"),
         ("math.pi", "'math.pi' is a float; give the import path of a function"),
-        ("", "'' cannot be imported"),
+        ("no_such_module.inner.f", "'no_such_module.inner.f' cannot be imported .No module named 'no_such_module'.;"),
+        ("math.inner.f", "'math.inner.f' cannot be imported .No module named 'math.inner'; 'math' is not a package.;"),
+        *((path, "it must have the form package.module.name") for path in ("", ".my.f", "my.f.", "my..f")),
     ],
 )
 def test_python_reward_that_cannot_be_found(path: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PythonReward(function=path)
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        ("import no_such_module", ModuleNotFoundError),
+        ("from math import no_such_function", ImportError),
+        ("import math; math.no_such_function", AttributeError),
+        ("int('one')", ValueError),
+    ],
+)
+def test_a_fault_inside_the_module_is_not_hidden(
+    code: str, fault: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "faulty_reward.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(fault) as caught:
+        PythonReward(function="faulty_reward.f")
+    assert str(caught.traceback[-1].path) == str(tmp_path / "faulty_reward.py")

@@ -3,7 +3,9 @@
 import json
 import shlex
 import shutil
+import subprocess
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from tests.quantized import (
     dense_base,
     drawn,
     reference,
+    refused,
     run,
 )
 
@@ -151,15 +154,15 @@ def test_an_interrupted_run_leaves_nothing(texts, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def stop(*_):
+    raise KeyboardInterrupt
+
+
 def test_an_interrupted_report_leaves_the_checkpoint(texts, tmp_path, monkeypatch, capsys):
     """And what is said then makes the report that would have been made."""
-
-    def assess(*_):
-        raise KeyboardInterrupt
-
     words = arguments(texts, output=tmp_path / "out", sample_prompts=0, seed=3, num_samples=7)
     with monkeypatch.context() as patch:
-        patch.setattr(report, "assess", assess)
+        patch.setattr(report, "assess", stop)
         with pytest.raises(SystemExit):
             run(words, patch)
     assert prepare(str(tmp_path / "out"), NVFP4()) == tmp_path / "out"
@@ -176,7 +179,7 @@ def test_an_interrupted_report_leaves_the_checkpoint(texts, tmp_path, monkeypatc
     both = json.loads((tmp_path / "out" / "quality.json").read_text())
     assert both["made"]["algorithm"] == "rtn" and "perplexity" in (tmp_path / "out" / "README.md").read_text()
     before = {f: f.read_bytes() for f in (tmp_path / "out").iterdir()}
-    monkeypatch.setattr(report, "assess", assess)
+    monkeypatch.setattr(report, "assess", stop)
     with pytest.raises(SystemExit):
         run(again[1:], monkeypatch)
     assert capsys.readouterr().err.splitlines()[-1] == f"stopped; {tmp_path / 'out'} is as it was"
@@ -219,6 +222,43 @@ def test_int4_in_groups_of_32(texts, tmp_path, monkeypatch):
     assert (
         "--model.quantization int4 --model.quantization.group_size 32\n" in (tmp_path / "out" / "README.md").read_text()
     )
+
+
+def test_int4_with_one_scale_an_output(texts, tmp_path, monkeypatch, capsys):
+    """The advice of a report on it can be followed, and what is then run and said has the same setting."""
+    given = {"format": "int4", "sample_prompts": 0, "group_size": "null"}
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "assess", stop)
+        with pytest.raises(SystemExit):
+            run(arguments(texts, output=tmp_path / "out", **given), patch)
+    assert prepare(str(tmp_path / "out"), Int4(None)) == tmp_path / "out"
+    use = "--model.quantization int4 --model.quantization.group_size null\n"
+    assert use in (tmp_path / "out" / "README.md").read_text()
+    again = shlex.split(capsys.readouterr().err.splitlines()[-1].partition(": ")[2])
+    assert again[again.index("--group_size") + 1] == "null"
+    said = refused(arguments(texts, report=tmp_path / "out", **given | {"group_size": 32}), capsys, monkeypatch)
+    assert said.endswith("; give --format int4 and --group_size null")
+    run(again[1:], monkeypatch)
+    assert use in (tmp_path / "out" / "README.md").read_text()
+    asked = []
+
+    def test(words, **how):
+        asked.append(dict(zip(words[4::2], words[5::2], strict=True)).get("--model.quantization.group_size"))
+        place = Path(words[words.index("--trainer.logger.save_dir") + 1]) / "results"
+        place.mkdir()
+        (place / "test.json").write_text("{}")
+        return subprocess.CompletedProcess(words, len(asked) - 1, "enough")
+
+    monkeypatch.setattr(subprocess, "run", test)
+    (tmp_path / "task.yaml").write_text("")
+    assert "enough" in refused([*again[1:], "--task", str(tmp_path / "task.yaml")], capsys, monkeypatch)
+    assert asked == [None, "null"]
+
+
+def test_a_group_size_that_is_none(texts, tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        run(arguments(texts, output=tmp_path / "out", format="int4", group_size="all"), monkeypatch)
+    assert "argument --group_size: 'all' must be a whole number or null" in capsys.readouterr().err
 
 
 def test_a_format_beyond_compressed_tensors_is_rounded(texts, tmp_path, monkeypatch):

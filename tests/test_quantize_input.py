@@ -94,6 +94,7 @@ def _model(tmp_path, **changed):
         ({"seed": -1}, "--seed -1 must be at least 0"),
         ({"format": "torch.nn.Linear"}, "--format torch.nn.Linear is no subclass of QuantFormat"),
         ({"format": "torch.nn.Lineal"}, "--format torch.nn.Lineal: module 'torch.nn' has no attribute 'Lineal'"),
+        ({"format": ".my.Format"}, "--format .my.Format: it must have the form package.module.name"),
         ({"format": "int4"}, "mlp.down_proj: input dimension 448 is not a multiple of 128"),
         ({"model": "./nowhere"}, "error: --model: there is no folder './nowhere'"),
         ({"model": "random:tiny-test"}, "has random weights: nothing to calibrate"),

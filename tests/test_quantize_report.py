@@ -16,7 +16,7 @@ from qerl_pl.engine.base import EngineSpec
 from qerl_pl.engine.transformers import TransformersEngine
 from qerl_pl.evaluation import Grades, Problem
 from qerl_pl.evaluation import report as evaluation_report
-from qerl_pl.quantize import quality
+from qerl_pl.quantize import card, quality, report
 from qerl_pl.quantize.calibration import Source
 from qerl_pl.quantize.quality import Checkpoint, Distribution, mean, sampling_entropy, unquantized, weight_errors
 from qerl_pl.quantize.report import covers_more
@@ -264,3 +264,21 @@ def test_a_report_that_covers_more_is_kept(made, texts, tmp_path, monkeypatch, c
     run(arguments(texts, report=folder, held_out=3, sample_prompts=0), monkeypatch)
     assert "quality-2.json: it has 384 held-out tokens, not 288" in capsys.readouterr().err
     assert json.loads((folder / "quality-2.json").read_text()) == now
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupted_report_leaves_the_one_before(late, made, texts, tmp_path, monkeypatch, capsys):
+    """Whatever it was at: here at its picture, or at the moving of its files, when no more is promised."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "there"
+    shutil.copytree(made["rtn"], folder)
+    before = {f: f.read_bytes() for f in folder.iterdir()}
+    monkeypatch.setattr(*((report, "keep") if late else (card, "draw")), stop)
+    with pytest.raises(SystemExit):
+        run(arguments(texts, report=folder, sample_prompts=0), monkeypatch)  # which the one before has more of
+    assert {f: f.read_bytes() for f in folder.iterdir()} == before
+    as_it_was, moved = f"stopped; {folder} is as it was", f"stopped while the report was moved into {folder}: "
+    assert capsys.readouterr().err.splitlines()[-1].startswith(moved if late else as_it_was)

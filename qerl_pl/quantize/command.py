@@ -17,10 +17,10 @@ from qerl_pl.checkpoint import PROJECTIONS, Weights, prepare, projection, readab
 from qerl_pl.quantize.calibrated import ALGORITHMS, calibrate, check_algorithm, import_llmcompressor, settings
 from qerl_pl.quantize.calibration import DEFAULT, draw_texts
 from qerl_pl.quantize.quality import Checkpoint
-from qerl_pl.quantize.report import device_name, finish, report_on, say, write_report
+from qerl_pl.quantize.report import add_report, device_name, report_on, say, write_report
 from qerl_pl.random_model import is_random
 from qerl_pl.stored import stored_as
-from registry._import import import_path
+from registry._import import ImportPathError, import_path
 from registry.prompts import PROMPTS
 from registry.quantization import FORMATS, QuantFormat
 
@@ -70,7 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help="BF16 model: a folder, a name on the hub, or tiny")
     add("--format", default="nvfp4", help="a weight format; default: nvfp4")
-    add("--group_size", type=int, help="weights that share a scale, for formats that have a choice (int4, int8)")
+    add(
+        "--group_size", type=_group_size,
+        help="weights that share a scale, for formats that have a choice (int4, int8); null: one scale an output",
+    )  # fmt: skip
     add("--algorithm", default="awq", help="awq (default), gptq, or rtn: rounding to nearest, without calibration")
     add("--output", type=Path, help="folder of the checkpoint; must not be there")
     add("--report", type=Path, help="only report: an existing checkpoint of --format, beside its base --model")
@@ -89,20 +92,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _format(name: str, group_size: int | None) -> QuantFormat:
+def _group_size(text: str) -> int | str:
+    """``null`` stays a text, as configs have it: None is what was not given."""
+    try:
+        return text if text == "null" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number or null") from None
+
+
+def _format(name: str, group_size: int | str | None) -> QuantFormat:
     cls = _class(name) if "." in name else FORMATS[name]
     if group_size is None:
         return cls()
     if "group_size" not in inspect.signature(cls).parameters:
         raise ValueError(f"--group_size {group_size}: {name} leaves no choice; remove it")
-    return cls(group_size=group_size)  # type: ignore[call-arg]
+    return cls(group_size=None if group_size == "null" else group_size)  # type: ignore[call-arg]
 
 
 def _class(path: str) -> type[QuantFormat]:
     """A format of a user's own by its import path."""
     try:
         found = import_path(path)
-    except ValueError as error:
+    except ImportPathError as error:
         raise ValueError(f"--format {path}: {error}; give a registered name or the import path of a class") from error
     if not (isinstance(found, type) and issubclass(found, QuantFormat)):
         raise ValueError(f"--format {path} is no subclass of QuantFormat")
@@ -124,7 +135,11 @@ def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args
             f"--output {output}: the checkpoint takes {after / 1e9:.2f} GB, but {parent} has {free / 1e9:.2f} GB free; "
             "make room, or name a folder elsewhere"
         )
-    texts = draw_texts(given, base, calibrated=given.algorithm != "rtn", say=say)
+    texts = draw_texts(
+        base, given.calibration, given.seed, given.max_length, held_out=given.held_out,
+        num_samples=0 if given.algorithm == "rtn" else given.num_samples,
+        sample_prompts=given.sample_prompts, sample_tokens=given.sample_tokens, say=say,
+    )  # fmt: skip
     if given.algorithm != "rtn":
         import_llmcompressor(given.algorithm)
     unfinished = parent / f".{output.name}.unfinished"
@@ -146,7 +161,7 @@ def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args
             "model": given.model, "format": given.format, "group_size": given.group_size,
             "stored_as": stored_as(quantization.config), "algorithm": given.algorithm,
             "settings": settings(given.algorithm), "output": str(output),
-            "calibration": texts.calibration(given), "held_out": texts.held_out(given), "seed": given.seed,
+            "calibration": texts.calibration(), "held_out": texts.held_out(), "seed": given.seed,
             "bytes": {"before": before, "after": sum(f.stat().st_size for f in unfinished.glob("*.safetensors"))},
             "seconds": round(time.perf_counter() - started, 1), "warnings": warnings,
             "command": shlex.join(["qerl-pl", "quantize", *args]), "commit": checkout(), **facts(),
@@ -159,11 +174,8 @@ def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args
         raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        finish(given, base, Checkpoint(output, quantization), texts, made)
-    except KeyboardInterrupt:
-        say(f"stopped; the checkpoint in {output} is complete, and this makes its report: {_report_command(given)}")
-        raise
+    stopped = f"stopped; the checkpoint in {output} is complete, and this makes its report: {_report_command(given)}"
+    add_report(given, base, Checkpoint(output, quantization), texts, made, stopped)
 
 
 def _report_command(given: argparse.Namespace) -> str:

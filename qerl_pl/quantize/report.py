@@ -19,8 +19,12 @@ from qerl_pl.quantize.quality import Checkpoint, assess, unquantized
 from qerl_pl.stored import StoredOtherwiseError
 from registry.quantization import QuantFormat
 
+REPORT = "quality.json"
+"""The numbers, from which all else of a report is made."""
+
 
 def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) -> None:
+    """``--report``: the report of a checkpoint that is there, ours or another's, beside its base."""
     if not (given.report / "config.json").is_file():
         raise ValueError(f"--report {given.report} is no folder of a model; name one that holds config.json")
     try:
@@ -33,9 +37,12 @@ def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) 
     ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (base, given.report))
     if ours["vocab_size"] != theirs["vocab_size"] or ours["hidden_size"] != theirs["hidden_size"]:
         raise ValueError(f"--model {given.model} is not the base of --report {given.report}: their sizes differ")
-    earlier = given.report / "quality.json"
+    earlier = given.report / REPORT
     made = json.loads(earlier.read_text())["made"] if earlier.is_file() else {}
-    texts = draw_texts(given, base, calibrated=False, say=say)
+    texts = draw_texts(
+        base, given.calibration, given.seed, given.max_length, held_out=given.held_out, num_samples=0,
+        sample_prompts=given.sample_prompts, sample_tokens=given.sample_tokens, say=say,
+    )  # fmt: skip
     used = made.get("calibration") or {}
     same = (used.get("source"), used.get("seed")) == (given.calibration, given.seed)
     if same and used["positions"][0] < texts.sequences["held_out"].texts[1]:
@@ -43,34 +50,49 @@ def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) 
             f"--held_out {given.held_out} × {given.max_length} reaches into the texts that {given.report} was "
             f"calibrated on (from {used['positions'][0]} on); lower it, or name other texts with --calibration"
         )
-    held = texts.held_out(given)
+    held = texts.held_out()
     if not same:
         held["why"] = "whether the checkpoint was calibrated on them is not known"
     if not made:
         made = {"model": given.model, "format": given.format, "algorithm": "not known"}
-    try:
-        finish(given, base, Checkpoint(given.report, quantization), texts, made | {"held_out": held})
-    except KeyboardInterrupt:
-        say(f"stopped; {given.report} is as it was")
-        raise
+    stopped = f"stopped; {given.report} is as it was"
+    add_report(given, base, Checkpoint(given.report, quantization), texts, made | {"held_out": held}, stopped)
 
 
-def finish(given: argparse.Namespace, base: Path, quantized: Checkpoint, texts: Texts, made: Mapping[str, Any]) -> None:
-    """The report into the folder of the checkpoint, and onto the console. One that covers more is kept beside it."""
+def add_report(
+    given: argparse.Namespace, base: Path, quantized: Checkpoint, texts: Texts, made: Mapping[str, Any], stopped: str
+) -> None:
+    """Make the report, beside the files of the checkpoint; then move it to them, and show it. ``stopped`` is said if
+    that is interrupted before the first file is moved.
+    """
     folder = quantized.folder
     device = "cpu" if device_name() == "the CPU" else "cuda"
     held, tokens = texts.sequences["held_out"].tokens, given.sample_tokens
-    quality = assess(unquantized(base), quantized, held, texts.prompts, tokens, given.seed, device, say)
-    with tempfile.TemporaryDirectory() as results:
-        if given.task is not None:
-            quality["tasks"] = _tasks(given, base, folder, Path(results))
-        earlier = json.loads((folder / "quality.json").read_text()) if (folder / "quality.json").is_file() else {}
-        if more := covers_more(earlier, {"made": made, "quality": quality}):
-            say(f"the earlier report is kept as {keep(folder)}: it has {', '.join(more)}")
-        if given.task is not None:
-            shutil.copytree(results, folder / "task", dirs_exist_ok=True)
-    write_report(folder, made, quality)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".report-") as place:
+        new = Path(place)
+        try:
+            quality = assess(unquantized(base), quantized, held, texts.prompts, tokens, given.seed, device, say)
+            if given.task is not None:
+                (new / "task").mkdir()
+                quality["tasks"] = _tasks(given, base, folder, new / "task")
+            write_report(new, made, quality)
+            stopped = f"stopped while the report was moved into {folder}: part of it is of before; make it again"
+            move_in(new, folder)
+        except KeyboardInterrupt:
+            say(stopped)
+            raise
     print(card.report(made, quality) + f"\n{folder}")
+
+
+def move_in(new: Path, folder: Path) -> None:
+    """Put the report in ``new`` in the place of that in ``folder``. One that covers more is kept beside it."""
+    earlier, later = (json.loads(f.read_text()) if f.is_file() else {} for f in (folder / REPORT, new / REPORT))
+    if more := covers_more(earlier, later):
+        say(f"the earlier report is kept as {keep(folder)}: it has {', '.join(more)}")
+    for file in [f for f in new.rglob("*") if f.is_file()]:
+        target = folder / file.relative_to(new)
+        target.parent.mkdir(exist_ok=True)
+        file.replace(target)
 
 
 def covers_more(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> list[str]:
@@ -123,7 +145,7 @@ def _tasks(given: argparse.Namespace, base: Path, quantized: Path, results: Path
 def write_report(folder: Path, made: Mapping[str, Any], quality: Mapping[str, Any] | None) -> None:
     """quality.json, the card of a checkpoint of ours, and with ``quality`` its table and picture."""
     both = {"made": made, "quality": quality}
-    (folder / "quality.json").write_text(json.dumps(both, indent=1, ensure_ascii=False) + "\n")
+    (folder / REPORT).write_text(json.dumps(both, indent=1, ensure_ascii=False) + "\n")
     if "command" in made:
         (folder / "README.md").write_text(card.card(made, quality))
     if quality is None:

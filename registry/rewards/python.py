@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from registry._import import import_path
+from registry._import import ImportPathError, import_path
 from registry.rewards.base import REWARDS, Reward, checked_scores
 
 
@@ -12,7 +12,7 @@ def _load(path: str) -> Callable[..., Any]:
     fix = "give the import path of a function on the Python path, as in function: my_package.my_module.my_reward"
     try:
         function = import_path(path)
-    except ValueError as error:
+    except ImportPathError as error:
         raise ValueError(f"reward function {path!r} cannot be imported ({error}); {fix}") from error
     if not callable(function):
         raise ValueError(f"reward function {path!r} is a {type(function).__name__}; {fix}")
