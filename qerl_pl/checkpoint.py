@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl import random_model
-from qerl_pl.stored import StoredOtherwiseError, check_round_trip
-from qerl_pl.stored import stored_as as stored_as
+from qerl_pl.stored import StoredOtherwiseError, check_round_trip, stored_as
 from registry.quantization import BF16, QuantFormat
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

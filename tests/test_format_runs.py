@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_pl.checkpoint import PROJECTIONS, Weights, is_projection, prepare, stored_as, stored_projection
+from qerl_pl.checkpoint import PROJECTIONS, Weights, is_projection, prepare, stored_projection
 from qerl_pl.lightning_cli import QeRLCLI
+from qerl_pl.stored import stored_as
 from registry.quantization import BF16, FP8, MXFP4, NF4, NVFP4, Int4, Int8, QuantFormat
 from tests.reference import qwen2, write_checkpoint
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qerl_pl.checkpoint import stored_as
 from qerl_pl.engine import vllm_compat, vllm_shared
 from qerl_pl.engine.base import ENGINES, CannotShareError, Engine, EngineSpec, Progress
 from qerl_pl.engine.vllm_adapter import adapter_layers
 from qerl_pl.engine.vllm_formats import load_settings, own_loaders
 from qerl_pl.engine.vllm_kernels import choose, patched_layers
 from qerl_pl.engine.vllm_slots import AdapterSlots
+from qerl_pl.stored import stored_as
 from qerl_pl.types import Completion, Sampling
 from registry.quantization import BF16, NVFP4, QuantFormat
 
