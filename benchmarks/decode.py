@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from qerl_pl.bench.results import Results, free_memory, numbers
-from qerl_pl.bench.rollout import Ours, Stock
+from qerl_pl.bench.rollout import BLOCKS, Ours, Stock
 from qerl_pl.bench.spec import random_spec
 
 KINDS = {
@@ -47,7 +47,7 @@ def main() -> None:
     batches = numbers(arguments.batch)
     results = Results("decode", arguments.output, arguments.commit)
     length = 256 + arguments.tokens
-    spec = random_spec(arguments.model, arguments.format, arguments.rank, length, max(batches) * (length + 128))
+    spec = random_spec(arguments.model, arguments.format, arguments.rank, length, max(batches) * (length + BLOCKS))
     free_memory()
     began = time.perf_counter()
     scratch = tempfile.TemporaryDirectory()

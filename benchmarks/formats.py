@@ -20,8 +20,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from qerl_pl.bench.log import series
 from qerl_pl.bench.machine import describe
-from qerl_pl.bench.results import choices
+from qerl_pl.bench.results import choices, device
 from registry.quantization import FORMATS
 
 CHUNK = 32  # completions that go through the model at once
@@ -38,35 +39,29 @@ def alone(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One row of the result."""
-    from qerl_pl.bench.results import device
-    from qerl_pl.callbacks import EvaluationResults
     from qerl_pl.checkpoint import prepare, resolve
-    from qerl_pl.lightning_cli import QeRLCLI
+    from qerl_pl.demo import quiet_cli
     from qerl_pl.quantize.quality import Checkpoint, mean, unquantized, weight_errors
 
     sys.argv = sys.argv[:1]
     args = [*options.fit, f"--model.model={options.model}", f"--model.quantization={name}"]
     try:
-        cli = QeRLCLI([*args, f"--trainer.max_steps={options.steps}", "--trainer.limit_val_batches=0"], run=False)
+        cli = quiet_cli([*args, f"--trainer.max_steps={options.steps}", "--trainer.limit_val_batches=0"])
     except SystemExit as error:
         raise ValueError("the settings were refused, see above") from error
-    for callback in cli.trainer.callbacks:
-        if isinstance(callback, EvaluationResults):
-            callback.quiet = True
     (tested,) = cli.trainer.test(cli.model, cli.datamodule, verbose=False)
     entropies = {t: sample(cli, options, float(t)) for t in options.temperatures.split(",")}
     began = time.perf_counter()
     cli.trainer.fit(cli.model, cli.datamodule)
     seconds = time.perf_counter() - began
     cli.datamodule.engine.close()
-    base, quantized = (
-        unquantized(resolve(options.model)),
-        Checkpoint(prepare(options.model, cli.model.quantization), cli.model.quantization),
-    )
+    quantization = cli.model.quantization
+    base = unquantized(resolve(options.model))
+    quantized = Checkpoint(prepare(options.model, quantization), quantization)
     errors = {} if name == "bf16" else weight_errors(base, quantized, device()[0])
     rate = {key: tested[f"test/pass@1{end}"] for key, end in (("value", ""), ("low", "_low"), ("high", "_high"))}
     return {
-        "format": name, "bits_per_weight": cli.model.quantization.bits_per_weight,
+        "format": name, "bits_per_weight": quantization.bits_per_weight,
         "bytes": sum(file.stat().st_size for file in quantized.folder.glob("*.safetensors")),
         "weight_error": fmean(e for kind in errors.values() for e in kind) if errors else 0.0,
         "weight_error_by_kind": {kind: fmean(e) for kind, e in errors.items()},
@@ -105,11 +100,10 @@ def sample(cli: Any, options: argparse.Namespace, temperature: float) -> list[fl
 
 
 def divergence(base: Any, quantized: Any, options: argparse.Namespace) -> list[float]:
-    """KL(BF16 || format) of the next token in nats, one number a sequence of 512 tokens of ``--texts``."""
+    """KL(BF16 || format) of the next token in nats, one number a sequence of ``--texts``."""
     import torch
     from transformers import AutoTokenizer
 
-    from qerl_pl.bench.results import device
     from qerl_pl.quantize.calibration import Source, draw
     from qerl_pl.quantize.quality import compare, hidden_states
 
@@ -123,11 +117,9 @@ def divergence(base: Any, quantized: Any, options: argparse.Namespace) -> list[f
 
 def logged(cli: Any) -> dict[str, list[float]]:
     """What ``fit`` wrote of reward, and of the difference between engine and trainer."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(cli.trainer.log_dir), size_guidance={"scalars": 0}).Reload()
+    recorded = series(str(cli.trainer.log_dir))
     names = ("reward", "sampling/logp_difference/mean", "grad_norm")
-    return {n: [float(f"{e.value:.4g}") for e in events.Scalars(n)] for n in names if n in events.Tags()["scalars"]}
+    return {n: [float(f"{value:.4g}") for _, value in recorded[n]] for n in names if n in recorded}
 
 
 def difference(row: dict[str, Any], base: dict[str, Any], temperature: str) -> Any:
@@ -178,6 +170,7 @@ def main() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the command line does
     names, found = choices("formats", options.formats, list(FORMATS)), {}
     said = {k: v for k, v in vars(options).items() if k not in ("output", "commit", "parallel")}
+    made = describe(options.commit) | {"arguments": said}
     with ThreadPoolExecutor(options.parallel) as pool:
         jobs = {pool.submit(alone, name, options): name for name in names}
         for job in as_completed(jobs):
@@ -186,9 +179,7 @@ def main() -> None:
             print(f"{row['format']}: {row.get('error', 'done')}", flush=True)
             rows = [found[name] for name in names if name in found]
             options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(
-                json.dumps(describe(options.commit) | {"arguments": said, "rows": rows}, indent=1) + "\n"
-            )
+            options.output.write_text(json.dumps(made | {"rows": rows}, indent=1) + "\n")
     print("\n" + table(rows, options.temperatures.split(",")))
     if any("error" in row for row in rows):
         sys.exit(1)

@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from qerl_pl.bench.log import series
 from qerl_pl.bench.machine import describe
 
 CURVES = ("reward", "validation/pass@1", "entropy", "noise/sigma", "noise/kl", "sampling/logp_difference/mean",
@@ -25,20 +26,18 @@ CURVES = ("reward", "validation/pass@1", "entropy", "noise/sigma", "noise/kl", "
 def run(seed: int, args: list[str]) -> dict[str, Any]:
     """One row of the result."""
     import torch
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     from qerl_pl.demo import learn
 
     sys.argv = sys.argv[:1]
     learned = learn([*args, "--seed_everything", str(seed)])
-    events = EventAccumulator(str(learned.folder), size_guidance={"scalars": 0}).Reload()
-    recorded = set(events.Tags()["scalars"])
+    recorded = series(learned.folder)
     row = {
         "seed": seed, "problems": learned.problems, "before": (learned.before.value, learned.before.half_width),
         "after": (learned.after.value, learned.after.half_width),
         "fit_seconds": round(learned.seconds, 1),
         "peak_process_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
-        "curves": {n: [[e.step, float(f"{e.value:.4g}")] for e in events.Scalars(n)] for n in CURVES if n in recorded},
+        "curves": {n: [[step, float(f"{v:.4g}")] for step, v in recorded[n]] for n in CURVES if n in recorded},
     }  # fmt: skip
     if torch.cuda.is_available():
         row["peak_torch_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)

@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from qerl_pl.bench.log import series
 from qerl_pl.bench.machine import describe
 
 SHOWN = (
@@ -29,8 +30,6 @@ def digits(completions: list[str]) -> list[float]:
 
 
 def run(name: str, folder: str, data: str, engine: str, steps: int) -> dict[str, Any]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     from qerl_pl.callbacks.adapter import run_folder
     from qerl_pl.lightning_cli import QeRLCLI
 
@@ -51,14 +50,14 @@ def run(name: str, folder: str, data: str, engine: str, steps: int) -> dict[str,
     cli.trainer.fit(cli.model, cli.datamodule)
     seconds = time.perf_counter() - started
     folder_of_run = run_folder(cli.trainer)
-    events = EventAccumulator(str(folder_of_run)).Reload()
+    recorded = series(folder_of_run)
     sample = json.loads((folder_of_run / "completions.jsonl").read_text().splitlines()[0])
     return {
         "model": name,
         "engine": engine,
         "seconds": round(seconds, 1),
         "peak_process_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
-        "steps": {key: [float(f"{e.value:.4g}") for e in events.Scalars(key)] for key in SHOWN},
+        "steps": {key: [float(f"{value:.4g}") for _, value in recorded[key]] for key in SHOWN},
         "sample": {"prompt": sample["prompt"], "completion": sample["completion"]},
     }
 

@@ -141,9 +141,8 @@ def prepare(model: str, quantization: QuantFormat, cache: Path | None = None) ->
         for f in folder.iterdir()
         if f.suffix in (".json", ".safetensors")
     )
-    target = (
-        cache / f"{folder.resolve().name}-{name}-{_key([str(folder.resolve()), source, wanted, *_code(quantization)])}"
-    )
+    key = _key([str(folder.resolve()), source, wanted, *_code(quantization)])
+    target = cache / f"{folder.resolve().name}-{name}-{key}"
     return _make_once(target, lambda unfinished: write(folder, config, quantization, unfinished))
 
 

@@ -24,14 +24,21 @@ class Learned:
     folder: Path  # of the run: curves, adapter, completions
 
 
-def learn(args: Sequence[str]) -> Learned:
-    """Test, fit, test with the settings in ``args`` (as on the command line, without a command)."""
+def quiet_cli(args: Sequence[str]) -> QeRLCLI:
+    """Trainer, module and data of the settings in ``args`` (as on the command line, without a command), whose
+    evaluations print no tables.
+    """
     cli = QeRLCLI(args=list(args), run=False)
-    trainer, module, data = cli.trainer, cli.model, cli.datamodule
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, EvaluationResults):
             callback.quiet = True
+    return cli
 
+
+def learn(args: Sequence[str]) -> Learned:
+    """Test, fit, test with the settings in ``args``."""
+    cli = quiet_cli(args)
+    trainer, module, data = cli.trainer, cli.model, cli.datamodule
     problems = sum(len(source) for source in data.sets("test").values())
 
     def test() -> Estimate:

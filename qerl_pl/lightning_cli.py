@@ -166,7 +166,7 @@ def newest_checkpoint(config: Any) -> Path:
 
 def nothing_but_config(folder: Path) -> list[Path]:
     """The files of a run of this process that wrote only what is written before anything happens: settings, and a log
-    without steps. None if there is anything else, or the log of another process: it may have been given the same place.
+    without steps. Empty if there is anything else, or another process's log: it may have been given the same place.
     Each process begins its log before it writes settings, so those without a foreign log are of this one.
     """
     files = list(folder.iterdir()) if folder.is_dir() else []

@@ -125,6 +125,14 @@ def scratch_bytes(shape: Shape, bits_per_weight: float) -> int:
     return max(sum(sizes[name] for name in group) for group in FUSED) * BF16
 
 
+def sampler_bytes(shape: Shape, bits_per_weight: float, adapter: int, copies: int = 1) -> int:
+    """What the engine always takes: ``copies`` of the base, an adapter of so many parameters, context and graphs, one
+    layer made dense.
+    """
+    base = copies * weight_bytes(shape, bits_per_weight)
+    return base + BF16 * adapter + CONTEXT + GRAPHS + scratch_bytes(shape, bits_per_weight)
+
+
 def engine_bytes(shape: Shape, max_num_batched_tokens: int, max_num_seqs: int) -> int:
     """The widest activations of the engine's largest batch (gate, up, product, two of h; BF16), and logits and
     log-probabilities of a token of each sequence (FP32).
@@ -234,7 +242,7 @@ def plan_memory(
     trained = adapter_size(shape, rank, targets)
     weights = base_copies * weight_bytes(shape, bits_per_weight)
     scratch, logits = scratch_bytes(shape, bits_per_weight), logits_chunk * shape.vocab * 6  # BF16 and FP32
-    resident = weights + int((BF16 + 4 + optimizer_bytes) * trained) + CONTEXT + GRAPHS + scratch
+    resident = sampler_bytes(shape, bits_per_weight, trained, base_copies) + int((4 + optimizer_bytes) * trained)
     batch = engine_bytes(shape, max_num_batched_tokens, max_num_seqs)
     block = BLOCK * kv_bytes_per_token(shape)
     wanted = kv_blocks(max_prompt_length, max_completion_length, max_num_seqs, num_generations)

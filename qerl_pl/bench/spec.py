@@ -5,19 +5,7 @@ from dataclasses import replace
 from qerl_pl.bench.results import device
 from qerl_pl.checkpoint import PROJECTIONS, prepare
 from qerl_pl.engine.base import EngineSpec
-from qerl_pl.memory import (
-    BF16,
-    CONTEXT,
-    GB,
-    GRAPHS,
-    UNUSED,
-    Shape,
-    adapter_size,
-    engine_bytes,
-    kv_bytes_per_token,
-    scratch_bytes,
-    weight_bytes,
-)  # fmt: skip
+from qerl_pl.memory import GB, UNUSED, Shape, adapter_size, engine_bytes, kv_bytes_per_token, sampler_bytes
 from qerl_pl.random_model import PREFIX
 from registry.quantization import FORMATS
 
@@ -44,8 +32,7 @@ def sequences_within(spec: EngineSpec, budget_gb: float, length: int, batched_to
 
     As in the memory plan, of which a sampler alone has but a part.
     """
-    shape, bits = Shape.read(spec.config), spec.quantization.bits_per_weight
-    taken = weight_bytes(shape, bits) + scratch_bytes(shape, bits) + CONTEXT + GRAPHS
-    taken += BF16 * adapter_size(shape, spec.rank, spec.targets) + engine_bytes(shape, batched_tokens, most)
+    shape, adapter = Shape.read(spec.config), adapter_size(Shape.read(spec.config), spec.rank, spec.targets)
+    taken = sampler_bytes(shape, spec.quantization.bits_per_weight, adapter) + engine_bytes(shape, batched_tokens, most)
     free = int((1 - UNUSED) * budget_gb * GB) - taken
     return max(0, min(most, free // (kv_bytes_per_token(shape) * length)))

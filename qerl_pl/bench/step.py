@@ -9,6 +9,7 @@ from pathlib import Path
 from shlex import split
 from typing import Any
 
+from qerl_pl.bench.log import series
 from qerl_pl.bench.results import Results, choices, free_memory, limit_memory, names, spread
 from qerl_pl.random_model import PREFIX
 from registry.quantization import FORMATS
@@ -92,8 +93,6 @@ def spread_out(completions: Sequence[str]) -> list[float]:
 
 def _run(arguments: list[str]) -> dict[str, list[float]]:
     """Every logged series of a run of ``fit``."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     from qerl_pl.lightning_cli import QeRLCLI
 
     given, sys.argv = sys.argv, sys.argv[:1]  # Lightning's parser would read them too
@@ -106,8 +105,7 @@ def _run(arguments: list[str]) -> dict[str, list[float]]:
         cli.trainer.fit(cli.model, cli.datamodule)
     finally:
         cli.datamodule.engine.close()
-    events = EventAccumulator(str(cli.trainer.log_dir), size_guidance={"scalars": 0}).Reload()
-    return {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    return {name: [value for _, value in points] for name, points in series(str(cli.trainer.log_dir)).items()}
 
 
 def _report(results: Results, what: dict[str, Any], series: dict[str, list[float]]) -> None:

@@ -183,7 +183,8 @@ def _report_command(given: argparse.Namespace) -> str:
     chosen = vars(given) | {"report": given.output}
     for name in ("output", "algorithm", "num_samples"):  # of making the checkpoint
         del chosen[name]
-    words = [[f"--{k}", str(v)] for k, v in chosen.items() if v != _parser().get_default(k)]
+    parser = _parser()
+    words = [[f"--{k}", str(v)] for k, v in chosen.items() if v != parser.get_default(k)]
     return shlex.join(["qerl-pl", "quantize", *itertools.chain(*words)])
 
 

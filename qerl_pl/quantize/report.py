@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from qerl_pl.bench.results import device
 from qerl_pl.checkpoint import prepare
 from qerl_pl.quantize import card
 from qerl_pl.quantize.calibration import Texts, draw_texts
@@ -66,12 +67,12 @@ def add_report(
     that is interrupted before the first file is moved.
     """
     folder = quantized.folder
-    device = "cpu" if device_name() == "the CPU" else "cuda"
+    where, _ = device()
     held, tokens = texts.sequences["held_out"].tokens, given.sample_tokens
     with tempfile.TemporaryDirectory(dir=folder, prefix=".report-") as place:
         new = Path(place)
         try:
-            quality = assess(unquantized(base), quantized, held, texts.prompts, tokens, given.seed, device, say)
+            quality = assess(unquantized(base), quantized, held, texts.prompts, tokens, given.seed, where, say)
             if given.task is not None:
                 (new / "task").mkdir()
                 quality["tasks"] = _tasks(given, base, folder, new / "task")
