@@ -17,6 +17,15 @@ TOKENS = 8  # the most
 OUTPUTS = 128  # of a block
 Z_SHARES = 8
 SLOTS = 264  # blocks that run at the same time on a card of 132 multiprocessors
+LEAST = 8  # tiles of 16 inputs that are worth a block
+FACTOR = 2.0**10  # codes and scales are computed with as numbers times 2^-126 and 2^116
+
+
+@cache
+def deal(blocks: int, tiles: int, slots: int = SLOTS - Z_SHARES) -> tuple[int, int]:
+    """(tiles of a slot, the most slots that share a block of outputs), of ``blocks`` times ``tiles`` tiles in a row."""
+    units = max(-(-blocks * tiles // slots), min(LEAST, tiles))
+    return units, max((b * tiles + tiles - 1) // units - b * tiles // units for b in range(blocks)) + 1
 
 
 def decode_linear(
@@ -29,15 +38,16 @@ def decode_linear(
     for the adapter's ``a`` [columns, in]. All BF16; N at most 8.
     """
     (tokens, inputs), columns, outputs = x.shape, a.shape[0], scales.shape[1]
-    shares = min(8, max(1, SLOTS // (outputs // OUTPUTS)), max(1, inputs // 256))
+    blocks, tiles = outputs // OUTPUTS, inputs // 16
+    units, shares = deal(blocks, tiles)
     y = torch.empty(shares, tokens, outputs, dtype=torch.float32, device=x.device)
     z = torch.empty(Z_SHARES, tokens, columns, dtype=torch.float32, device=x.device)
     _launch(
         compiled(torch.cuda.get_device_capability(x.device)),
-        outputs // OUTPUTS * shares + Z_SHARES,
+        -(-blocks * tiles // units) + Z_SHARES,
         [x, packed, scales, bias, y, a, z],
-        [tokens, inputs, outputs, shares, columns, Z_SHARES],
-        scale * 2.0**10,
+        [tokens, inputs, outputs, units, shares, columns, Z_SHARES],
+        scale * FACTOR,
     )
     return y, z
 
@@ -70,10 +80,17 @@ def _check(result: tuple[Any, ...]) -> Any:
 
 
 def _launch(kernel: Any, blocks: int, tensors: list[Tensor | None], sizes: list[int], factor: float) -> None:
+    """On the current stream, and already while the kernel before it ends: weights can be read meanwhile."""
     from cuda.bindings import driver
 
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     types = [ctypes.c_void_p] * len(pointers) + [ctypes.c_int] * len(sizes) + [ctypes.c_float]
-    stream = torch.cuda.current_stream().cuda_stream
-    arguments = ((*pointers, *sizes, factor), tuple(types))
-    _check(driver.cuLaunchKernel(kernel, blocks, 1, 1, 256, 1, 1, 0, stream, arguments, 0))
+    early = driver.CUlaunchAttribute()
+    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    early.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = 256, 1, 1
+    config.hStream = torch.cuda.current_stream().cuda_stream
+    config.attrs, config.numAttrs = [early], 1
+    _check(driver.cuLaunchKernelEx(config, kernel, ((*pointers, *sizes, factor), tuple(types)), 0))

@@ -5,6 +5,7 @@ twice.
 """
 
 from contextlib import nullcontext
+from functools import cache
 
 import torch
 import triton
@@ -58,7 +59,7 @@ def _low_rank(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _expand(  # type: ignore[no-untyped-def]
     z, b, y, out, rows, width, rank, columns, second, third, SUMS: tl.constexpr, SHARES: tl.constexpr,
-    ROWS: tl.constexpr, OUT: tl.constexpr, RANK: tl.constexpr,
+    ROWS: tl.constexpr, OUT: tl.constexpr, RANK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [rows, width] = y [SUMS, rows, width], summed, + z bᵀ; the outputs from ``second`` and from ``third`` on take
     the second and third ``rank`` columns of z.
@@ -68,6 +69,8 @@ def _expand(  # type: ignore[no-untyped-def]
     part = (tl.program_id(1) * OUT >= second).to(tl.int32) + (tl.program_id(1) * OUT >= third).to(tl.int32)
     inside = (m < rows)[:, None] & (n < width)[None, :]
     at = m[:, None].to(tl.int64) * width + n[None, :]
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     for i in tl.static_range(1, SUMS):
         total += tl.load(y + at + i * rows * width, mask=inside, other=0.0).to(tl.float32)
@@ -78,7 +81,7 @@ def _expand(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _swiglu(  # type: ignore[no-untyped-def]
     z, b, y, out, rows, width, rank, columns, SUMS: tl.constexpr, SHARES: tl.constexpr, ROWS: tl.constexpr,
-    OUT: tl.constexpr, RANK: tl.constexpr,
+    OUT: tl.constexpr, RANK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [rows, width] = silu(gate) · up; gate and up are y [SUMS, rows, 2 width], summed, + z bᵀ, rounded as if they
     were stored.
@@ -87,6 +90,8 @@ def _swiglu(  # type: ignore[no-untyped-def]
     n = tl.program_id(1) * OUT + tl.arange(0, OUT)
     inside = (m < rows)[:, None] & (n < width)[None, :]
     at = m[:, None].to(tl.int64) * (2 * width) + n[None, :]
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     gate = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(y + at + width, mask=inside, other=0.0).to(tl.float32)
     for i in tl.static_range(1, SUMS):
@@ -100,10 +105,16 @@ def _swiglu(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _norm(x, residual, weight, out, width, heads, outer, inner, eps, ADD: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _norm(  # type: ignore[no-untyped-def]
+    x, residual, weight, out, width, heads, outer, inner, eps, ADD: tl.constexpr, WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, WIDE)
     inside = k < width
+    scales = tl.load(weight + k, mask=inside, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     value = tl.load(x + row // heads * outer + row % heads * inner + k, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * width + k, mask=inside, other=0.0).to(tl.float32)
@@ -111,7 +122,7 @@ def _norm(x, residual, weight, out, width, heads, outer, inner, eps, ADD: tl.con
         tl.store(residual + row * width + k, rounded, mask=inside)
         value = rounded.to(tl.float32)  # the trainer too norms the sum that goes on
     scale = tl.rsqrt(tl.reduce(value * value, 0, _plus) / width + eps)
-    value = value * scale * tl.load(weight + k, mask=inside, other=0.0)
+    value = value * scale * scales
     tl.store(out + row * width + k, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -146,7 +157,7 @@ def expand(y: Tensor, z: Tensor, b: Tensor, widths: tuple[int, ...]) -> Tensor:
     grid = (triton.cdiv(rows, m), triton.cdiv(width, tile))
     _expand[grid](
         z, b, y, out, rows, width, rank, columns, *starts, SUMS=1 if y.dim() == 2 else len(y), SHARES=shares, ROWS=m,
-        OUT=tile, RANK=_tile(rank, 64),
+        OUT=tile, RANK=_tile(rank, 64), **_early(y.device),
     )  # fmt: skip
     return out
 
@@ -162,7 +173,7 @@ def swiglu(y: Tensor, z: Tensor, b: Tensor) -> Tensor:
     grid = (triton.cdiv(rows, m), triton.cdiv(width, 64))
     _swiglu[grid](
         z, b, y, out, rows, width, rank, columns, SUMS=1 if y.dim() == 2 else len(y), SHARES=shares, ROWS=m, OUT=64,
-        RANK=_tile(rank, 64),
+        RANK=_tile(rank, 64), **_early(y.device),
     )  # fmt: skip
     return out
 
@@ -184,9 +195,18 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     wide = triton.next_power_of_2(width)
     _norm[(rows,)](
         x, residual, weight, out, width, heads, x.stride(0), inner, eps, ADD=residual is not None, WIDE=wide,
-        num_warps=max(1, min(16, wide // 512)),
+        num_warps=max(1, min(16, wide // 512)), **_early(x.device),
     )  # fmt: skip
     return out
+
+
+@cache
+def _early(device: torch.device) -> dict[str, bool]:
+    """A launch may begin while the kernel before it ends, and waits for it before it reads what that one wrote: Hopper
+    and later.
+    """
+    early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return {"EARLY": early, "launch_pdl": True} if early else {"EARLY": False}
 
 
 def _tile(size: int, largest: int) -> int:

@@ -1,4 +1,5 @@
 // Runs a kernel of decode_linear.cu on a CPU: 256 threads a block, which meet at every product of a warp.
+#include <algorithm>
 #include <barrier>
 #include <cstdint>
 #include <cstring>
@@ -34,6 +35,19 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
 }
 inline uint32_t times(uint32_t a, uint32_t b) { return bf16(low(a) * low(b)) | bf16(high(a) * high(b)) << 16; }
 
+using std::min;
+inline void await_inputs() {}
+
+inline uint32_t __shfl_sync(uint32_t, uint32_t v, int from, int width) {
+  static uint32_t values[8][32];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  values[warp][lane] = v;
+  warps[warp]->arrive_and_wait();
+  const uint32_t found = values[warp][lane / width * width + from];
+  warps[warp]->arrive_and_wait();
+  return found;
+}
+
 static uint32_t left[8][32][4], right[8][32][2];
 inline void mma(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
@@ -55,17 +69,20 @@ inline void mma(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, ui
 #include KERNEL
 
 extern "C" void run(const void* x, const void* weight, const void* scales, const void* bias, float* y, const void* a,
-                    float* z, int tokens, int inputs, int outputs, int shares, int columns, int z_blocks, float factor) {
+                    float* z, int tokens, int inputs, int outputs, int units, int shares, int columns, int z_blocks,
+                    float factor) {
   all = std::make_unique<std::barrier<>>(256);
   for (auto& warp : warps) warp = std::make_unique<std::barrier<>>(32);
-  for (int block = 0; block < outputs / 128 * shares + z_blocks; ++block) {
+  const int tiles = outputs / 128 * (inputs / 16);
+  for (int block = 0; block < (tiles + units - 1) / units + z_blocks; ++block) {
     std::vector<std::thread> threads;
     for (int i = 0; i < 256; ++i)
       threads.emplace_back([=] {
         threadIdx.x = i;
         blockIdx.x = block;
-        decode_linear((const unsigned short*)x, (const uint4*)weight, (const uint2*)scales, (const unsigned short*)bias, y,
-                      (const unsigned short*)a, z, tokens, inputs, outputs, shares, columns, z_blocks, factor);
+        decode_linear((const unsigned short*)x, (const uint4*)weight, (const unsigned short*)scales,
+                      (const unsigned short*)bias, y, (const unsigned short*)a, z, tokens, inputs, outputs, units, shares,
+                      columns, z_blocks, factor);
       });
     for (auto& thread : threads) thread.join();
   }

@@ -9,12 +9,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from qerl_pl.decode_linear import FACTOR, deal
 from registry.quantization import NVFP4
 from tests.reference import dequantize_nvfp4
 from tests.test_marlin import pack
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parent / "qerl_pl" / "decode_linear.cu"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tiles", "slots"), [(216, 320, 256), (40, 864, 256), (3, 5, 2), (1, 1, 256), (7, 11, 13)]
+)
+def test_tiles_are_dealt_evenly(blocks: int, tiles: int, slots: int) -> None:
+    """Against the list of all tiles: none has two owners, and no output block more shares than there is room for."""
+    units, shares = deal(blocks, tiles, slots)
+    owners = [i // units for i in range(blocks * tiles)]
+    assert owners[-1] < slots
+    assert units <= max(-(-blocks * tiles // slots), 8)
+    assert max(len(set(owners[b * tiles : (b + 1) * tiles])) for b in range(blocks)) == shares
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +49,15 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "inputs", "columns", "shares", "has_bias"),
-    [(1, 80, 16, 1, True), (5, 336, 40, 2, False), (7, 96, 96, 3, True), (8, 48, 8, 1, False), (2, 640, 64, 1, True)],
+    ("tokens", "inputs", "columns", "slots", "has_bias"),
+    [(1, 80, 16, 3, True), (5, 336, 40, 5, False), (7, 192, 96, 2, True), (8, 48, 8, 1, False), (2, 1200, 64, 4, True)],
 )
 def test_layer_and_adapter(
-    compiled: ctypes.CDLL, tokens: int, inputs: int, columns: int, shares: int, has_bias: bool
+    compiled: ctypes.CDLL, tokens: int, inputs: int, columns: int, slots: int, has_bias: bool
 ) -> None:
     """Against float64; products of BF16 numbers are summed in FP32."""
-    outputs = 256
+    outputs = 384
+    units, shares = deal(outputs // 128, inputs // 16, slots)
     weight = random(outputs, inputs, seed=0) * 0.05
     weight[:3] *= 2e-4  # scales below the normal numbers of E4M3
     stored = NVFP4().quantize([weight])
@@ -53,9 +67,9 @@ def test_layer_and_adapter(
     y = torch.full((shares, tokens, outputs), torch.nan)
     z = torch.full((8, tokens, columns), torch.nan)
     pointers = [None if t is None else t.data_ptr() for t in (x, packed, scales, bias, y, a, z)]
-    sizes = [tokens, inputs, outputs, shares, columns, 8]
+    sizes = [tokens, inputs, outputs, units, shares, columns, 8]
     compiled.run(
-        *(ctypes.c_void_p(p) for p in pointers), *(ctypes.c_int(n) for n in sizes), ctypes.c_float(scale * 2.0**10)
+        *(ctypes.c_void_p(p) for p in pointers), *(ctypes.c_int(n) for n in sizes), ctypes.c_float(scale * FACTOR)
     )
     want = x.double() @ dequantize_nvfp4(stored[0]).double().T
     if bias is not None:

@@ -159,8 +159,9 @@ def test_shapes_that_humming_cannot_compute(
 
 
 def test_buckets_cover_every_batch_that_is_not_dense() -> None:
-    for rows in (1, 16, 17, 512, 513, vllm_nvfp4.DENSE_ROWS):
-        assert vllm_nvfp4._bucket(rows) == min(b for b in vllm_nvfp4.BUCKETS if b >= rows)
+    kernel = vllm_nvfp4.Nvfp4Kernel([1, 8, 64, 99, 142, 1000])
+    made = {16: 16, 17: 32, 64: 64, 65: 112, 99: 112, 113: 128, 142: 144, 145: 256, 513: 1008, 1000: 1008, 1024: 1024}
+    assert {rows: kernel.bucket(rows) for rows in made} == made  # graphs have kernels of their own, in whole tiles
     assert LARGEST_GRAPH <= vllm_nvfp4.DENSE_ROWS == vllm_nvfp4.BUCKETS[-1]  # no graph makes a weight dense
     for largest in (1, 8, 100, 1024, 4000):
         assert max(_graph_sizes(largest)) == min(largest, LARGEST_GRAPH)

@@ -21,7 +21,9 @@ from registry.quantization import QuantFormat
 DENSE_ROWS = 1024
 """From more tokens than these a weight is made dense first: one pass over it that many products pay for."""
 BUCKETS = (16, 32, 64, 128, 256, 512, DENSE_ROWS)
-"""Numbers of tokens up to which one compiled kernel serves."""
+"""Numbers of tokens up to which one compiled kernel serves, beside those of CUDA graphs: a kernel made for 256 computes
+as much for 144.
+"""
 _SCHEMA = {
     "quant_method": "compressed-tensors",
     "format": "nvfp4-pack-quantized",
@@ -62,7 +64,8 @@ class Nvfp4Kernel:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         """``sizes``: numbers of tokens in CUDA graphs."""
-        self._wanted = {_bucket(size) for size in sizes if size > decode_linear.TOKENS}
+        self._wanted = {-(-size // 16) * 16 for size in sizes if size > decode_linear.TOKENS}
+        self._buckets = sorted({*BUCKETS, *self._wanted})
         self._pool = ThreadPoolExecutor(8)
         self._known: set[tuple[str, str]] = set()
         self._compiling: dict[tuple[str, str], Future[Any]] = {}
@@ -121,7 +124,7 @@ class Nvfp4Kernel:
 
         config, device = humming.humming_config, humming.weight.device
         tuning = {}
-        for bucket in BUCKETS:
+        for bucket in self._buckets:
             settings = get_heuristics_config(config, shape_m=bucket, device=device)
             tuning[bucket] = json.dumps([[0, 1 << 30, settings]])
             job = config.to_str(), tuning[bucket]
@@ -129,6 +132,10 @@ class Nvfp4Kernel:
                 self._known.add(job)
                 self._compiling[job] = self._pool.submit(Compiled.prepare_kernels, job[0], None, job[1], device)
         return tuning
+
+    def bucket(self, rows: int) -> int:
+        """Which of the compiled kernels computes so many tokens."""
+        return next(bucket for bucket in self._buckets if rows <= bucket)
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in] -> [..., out]; ``bias`` is the layer's own, which Humming holds too."""
@@ -143,12 +150,8 @@ class Nvfp4Kernel:
         else:
             for job in list(self._compiling):
                 self._compiling.pop(job).result()
-            y = layer.humming(rows, tuning_config=layer.humming_tuning[_bucket(len(rows))])
+            y = layer.humming(rows, tuning_config=layer.humming_tuning[self.bucket(len(rows))])
         return y.view(*x.shape[:-1], -1)
-
-
-def _bucket(rows: int) -> int:
-    return next(bucket for bucket in BUCKETS if rows <= bucket)
 
 
 def weights(layer: Any, sizes: list[int]) -> list[TiledWeight]:
