@@ -24,9 +24,27 @@ __device__ __forceinline__ void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u3
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// These two are opaque: a compiler that sees through them makes two masks of one in codes().
+template <u32 mask> __device__ __forceinline__ u32 masked(u32 v) {
+  u32 result;
+  asm("and.b32 %0, %1, %2;" : "=r"(result) : "r"(v), "n"(mask));
+  return result;
+}
+
+template <u32 mask> __device__ __forceinline__ u32 select(u32 inside, u32 outside) {
+  u32 result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(result) : "r"(inside), "r"(outside), "n"(mask));
+  return result;
+}
+
+// Both halves, each twice; the multiplication then takes them from where they are.
+__device__ __forceinline__ void twice(u32 pair, u32& low, u32& high) {
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; mov.b32 %0, {l, l}; mov.b32 %1, {h, h};}" : "=r"(low), "=r"(high) : "r"(pair));
+}
+
 // The launch may begin while the kernel before it ends; what that one wrote is there after this.
 __device__ __forceinline__ void await_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-#endif  // otherwise a test defines the three for a CPU
+#endif  // otherwise a test defines these for a CPU
 
 // Two E4M3 bytes as BF16 numbers, times 2^116: their bits are the numbers times 2^-120, subnormal ones included.
 __device__ __forceinline__ u32 scales_of(u32 bytes) {
@@ -34,11 +52,12 @@ __device__ __forceinline__ u32 scales_of(u32 bytes) {
 }
 
 // The codes at bits 4 r of both halves of a word as BF16 numbers, times 2^-126: sign, lowest exponent bits, highest
-// mantissa bit.
-template <int r> __device__ __forceinline__ u32 codes(u32 word) {
+// mantissa bit. ``even`` and ``odd`` are the signs at bits 3 and 11, 7 and 15 of each half: of the two that come along
+// one ends where the magnitude is put.
+template <int r> __device__ __forceinline__ u32 codes(u32 word, u32 even, u32 odd) {
   u32 magnitude = r == 0 ? word << 6 : r == 1 ? word << 2 : r == 2 ? word >> 2 : word >> 6;
-  u32 sign = word << (12 - 4 * r);
-  return (magnitude & 0x01C001C0u) | (sign & 0x80008000u);
+  u32 sign = r == 0 ? even << 12 : r == 1 ? odd << 8 : r == 2 ? even << 4 : odd;
+  return select<0x01C001C0u>(magnitude, sign);
 }
 
 __device__ __forceinline__ u32 pair(const unsigned short* p, bool valid) {
@@ -52,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) decode_linear(
     const unsigned short* __restrict__ bias, float* __restrict__ y, const unsigned short* __restrict__ a,
     float* __restrict__ z, int tokens, int inputs, int outputs, int units, int shares, int columns, int z_blocks,
     float factor) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
+  const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+  const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0, 32);  // the same for all its lanes: the compiler knows
   const int blocks = outputs / 128, tiles = inputs / 16;
 
   __shared__ float sums[4][TOKENS][130];
@@ -98,65 +118,81 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) decode_linear(
   const int end = min(begin + units, blocks * tiles), half = warp & 1, first = warp >> 1;
   const int row = g < tokens ? g : 0;  // what is computed for more tokens is not stored
   const uint4* words;
-  const unsigned short *bytes, *at, *stop;
-  int left;  // tiles from the next one to be loaded on, the other warps' among them
+  const unsigned short *bytes, *at;
+  int count;  // tiles of the outputs at hand
   Tile tile[DEPTH];
 
   auto load_weights = [&](Tile& to) {
-    const bool inside = left > 0;
-    to.words = inside ? __ldcs(words) : make_uint4(0, 0, 0, 0);
-    to.scales = inside ? __ldcs(bytes) : 0;  // of the outputs g and g + 8 of word q: the other lanes have the others'
+    to.words = __ldcs(words);
+    to.scales = __ldcs(bytes);  // of the outputs g and g + 8 of word q: the other lanes have the others'
     words += 2 * outputs;
     bytes += 2 * outputs;
-    left -= 4;
   };
   auto load_x = [&](Tile& to) {
-    to.x0 = pair(at, at < stop);
-    to.x1 = pair(at + 8, at < stop);
+    to.x0 = *reinterpret_cast<const u32*>(at);
+    to.x1 = *reinterpret_cast<const u32*>(at + 8);
     at += 64;
   };
   auto start = [&] {  // at tile ``begin``
-    const int block = begin / tiles, t = begin % tiles + first, until = min(end, (block + 1) * tiles);
+    const int block = begin / tiles, t = begin % tiles + first;
     words = weight + (size_t)t * (outputs / 2) + (2 * block + half) * 32 + lane;
     bytes = scales + (size_t)t * (outputs / 2) + (2 * block + half) * 32 + lane;
     at = x + (size_t)row * inputs + 16 * t + 2 * q;
-    stop = x + (size_t)row * inputs + 16 * (until - block * tiles);
-    left = until - begin - first;
+    count = min(end, (block + 1) * tiles) - begin;
 #pragma unroll
-    for (int i = 0; i < DEPTH; ++i) load_weights(tile[i]);
+    for (int i = 0; i < DEPTH; ++i)
+      if (first + 4 * i < count) load_weights(tile[i]);
+  };
+  auto start_x = [&] {
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i)
+      if (first + 4 * i < count) load_x(tile[i]);
   };
 
   start();  // nobody writes weights
   await_inputs();
-#pragma unroll
-  for (int i = 0; i < DEPTH; ++i) load_x(tile[i]);
+  start_x();
   while (begin < end) {
-    const int block = begin / tiles, count = min(end, (block + 1) * tiles) - begin;
+    const int block = begin / tiles, now = count;
     float c[4][4] = {};
-    for (int t = first; t < count; t += 4 * DEPTH) {
+    auto multiply = [&](const Tile& by) {
+      const u32 word[4] = {by.words.x, by.words.y, by.words.z, by.words.w}, own = scales_of(by.scales);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const u32 even = masked<0x08080808u>(word[j]), odd = masked<0x80808080u>(word[j]);
+        u32 low, high;
+        twice(__shfl_sync(0xFFFFFFFFu, own, j, 4), low, high);
+        const u32 a0 = times(codes<0>(word[j], even, odd), low), a2 = times(codes<1>(word[j], even, odd), low);
+        const u32 a1 = times(codes<2>(word[j], even, odd), high), a3 = times(codes<3>(word[j], even, odd), high);
+        mma(c[j], a0, a1, a2, a3, by.x0, by.x1);
+      }
+    };
+    int t = first;
+    for (; t + 8 * DEPTH - 4 < now; t += 4 * DEPTH) {  // all of the next tiles exist
 #pragma unroll
       for (int i = 0; i < DEPTH; ++i) {
-        const Tile& now = tile[i];
-        const u32 word[4] = {now.words.x, now.words.y, now.words.z, now.words.w}, own = scales_of(now.scales);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const u32 both = __shfl_sync(0xFFFFFFFFu, own, j, 4);
-          const u32 s0 = __byte_perm(both, 0, 0x1010), s1 = __byte_perm(both, 0, 0x3232);
-          const u32 a0 = times(codes<0>(word[j]), s0), a2 = times(codes<1>(word[j]), s0);
-          const u32 a1 = times(codes<2>(word[j]), s1), a3 = times(codes<3>(word[j]), s1);
-          mma(c[j], a0, a1, a2, a3, now.x0, now.x1);
-        }
+        multiply(tile[i]);
         load_weights(tile[i]);
         load_x(tile[i]);
       }
     }
+    for (; t < now; t += 4 * DEPTH) {
+#pragma unroll
+      for (int i = 0; i < DEPTH; ++i) {
+        if (t + 4 * i >= now) break;
+        multiply(tile[i]);
+        if (t + 4 * (i + DEPTH) < now) {
+          load_weights(tile[i]);
+          load_x(tile[i]);
+        }
+      }
+    }
     const int place = blockIdx.x - z_blocks - block * tiles / units;  // among the blocks that share these outputs
-    const bool last = begin + count == (block + 1) * tiles;
-    begin += count;
+    const bool last = begin + now == (block + 1) * tiles;
+    begin += now;
     if (begin < end) {
       start();
-#pragma unroll
-      for (int i = 0; i < DEPTH; ++i) load_x(tile[i]);
+      start_x();
     }
 
     __syncthreads();  // the sums of the outputs before have been read

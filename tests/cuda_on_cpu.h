@@ -12,10 +12,7 @@
 #define __global__
 #define __launch_bounds__(...)
 #define __shared__ static
-struct uint2 { uint32_t x, y; };
 struct uint4 { uint32_t x, y, z, w; };
-inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
-inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 template <typename T> T __ldcs(const T* p) { return *p; }
 struct Index { int x; };
 static thread_local Index threadIdx, blockIdx;
@@ -34,6 +31,13 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
   return result;
 }
 inline uint32_t times(uint32_t a, uint32_t b) { return bf16(low(a) * low(b)) | bf16(high(a) * high(b)) << 16; }
+
+template <uint32_t mask> uint32_t masked(uint32_t v) { return v & mask; }
+template <uint32_t mask> uint32_t select(uint32_t inside, uint32_t outside) { return (inside & mask) | (outside & ~mask); }
+inline void twice(uint32_t pair, uint32_t& low, uint32_t& high) {
+  low = pair << 16 | (pair & 0xFFFF);
+  high = (pair & 0xFFFF0000u) | pair >> 16;
+}
 
 using std::min;
 inline void await_inputs() {}
