@@ -40,10 +40,7 @@ def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) 
         raise ValueError(f"--model {given.model} is not the base of --report {given.report}: their sizes differ")
     earlier = given.report / REPORT
     made = json.loads(earlier.read_text())["made"] if earlier.is_file() else {}
-    texts = draw_texts(
-        base, given.calibration, given.seed, given.max_length, held_out=given.held_out, num_samples=0,
-        sample_prompts=given.sample_prompts, sample_tokens=given.sample_tokens, say=say,
-    )  # fmt: skip
+    texts = draw_texts(base, given, 0, say)
     used = made.get("calibration") or {}
     same = (used.get("source"), used.get("seed")) == (given.calibration, given.seed)
     if same and used["positions"][0] < texts.sequences["held_out"].texts[1]:
