@@ -255,6 +255,28 @@ def test_a_result_names_its_commit(tmp_path, monkeypatch):
     assert machine.describe()["commit"] == "abc, changed"
 
 
+@pytest.mark.parametrize(
+    ("started", "expected"),
+    [
+        (["/anywhere/bin/qerl-pl", "bench", "train", "--options", "a b"], "qerl-pl bench train --options 'a b'"),
+        (["/anywhere/qerl_pl/__main__.py", "bench", "sync"], "qerl-pl bench sync"),
+        (["benchmarks/linear.py", "--tokens", "1,2"], "python benchmarks/linear.py --tokens 1,2"),
+        (["/anywhere/benchmarks/linear.py"], "python benchmarks/linear.py"),
+    ],
+)
+def test_a_result_names_its_command(started, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", started)
+    output = tmp_path / "rows.json"
+    results.Results("train", output, "test").add({"model": "7B"}, {"milliseconds": 1.0})
+    assert json.loads(output.read_text())["runs"][0]["command"] == expected
+
+
+def test_benchmarks_name_their_command(tmp_path):
+    words = ["benchmarks/coverage.py", "--output", str(tmp_path / "out.json"), "--evaluations", "1", "--commit", "test"]
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
+    assert json.loads((tmp_path / "out.json").read_text())["command"] == " ".join(["python", *words])
+
+
 def test_spread_and_seconds():
     assert results.spread("x", [3.0, 1.0, 2.0, 10.0]) == {"x": 2.5, "x_min": 1.0, "x_max": 10.0}
     calls: list[int] = []
