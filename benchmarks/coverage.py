@@ -43,9 +43,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--evaluations", type=int, default=3_000)
+    parser.add_argument("--commit", help="if this is no git checkout")
     given = parser.parse_args()
     rows = [coverage(name, m, 16, given.evaluations) for name in POPULATIONS for m in (15, 30, 60)]
-    given.output.write_text(json.dumps({**describe(), "evaluations": given.evaluations, "rows": rows}, indent=2) + "\n")
+    result = {**describe(given.commit), "evaluations": given.evaluations, "rows": rows}
+    given.output.write_text(json.dumps(result, indent=2) + "\n")
     print(*rows, sep="\n")
 
 

@@ -72,7 +72,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     given = parser.parse_args()
     result = {
-        "command": f"python benchmarks/verify.py --workers {given.workers}",
         **describe(),
         "gsm8k": rate(GSM8K(), *gsm8k(4_000)),
         "math_groups_of_8": rate(Math(workers=given.workers), *math(4_000, 8)),

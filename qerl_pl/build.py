@@ -79,9 +79,10 @@ def _plan(
     if memory_gb is not None:
         free = min(free, int(memory_gb * GB))
         limit_memory(free)
-    copies, bits = data.engine.base_in_memory(quantization, shared_base)
+    config = json.loads((folder / "config.json").read_text())
+    copies, bits = data.engine.base_in_memory(config, quantization, shared_base)
     return plan_memory(
-        json.loads((folder / "config.json").read_text()),
+        config,
         device_bytes=free,
         bits_per_weight=bits,
         base_copies=copies,

@@ -167,7 +167,8 @@ def newest_checkpoint(config: Any) -> Path:
 def nothing_but_config(folder: Path) -> list[Path]:
     """The files of a run of this process that wrote only what is written before anything happens: settings, and a log
     without steps. Empty if there is anything else, or another process's log: it may have been given the same place.
-    Each process begins its log before it writes settings, so those without a foreign log are of this one.
+    Each process begins its log before it writes settings, so those without a foreign log are of this one. (CSVLogger
+    writes no file before the first steps: whose its folder is cannot be told, so it stays.)
     """
     files = list(folder.iterdir()) if folder.is_dir() else []
     log = re.compile(rf"events\.out\.tfevents\.\d+\.{re.escape(socket.gethostname())}\.{os.getpid()}\.\d+")

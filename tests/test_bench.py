@@ -1,5 +1,6 @@
 """qerl-pl bench on the CPU with the shape for tests: what is written, and what is counted. No time is asserted."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_pl.bench import machine, peers, results, rollout
+from qerl_pl.bench import machine, peers, plot, results, rollout
 from qerl_pl.bench.commands import WHAT, bench
 from qerl_pl.bench.spec import sequences_within
 from qerl_pl.bench.train import flops, ours
@@ -255,6 +256,28 @@ def test_a_result_names_its_commit(tmp_path, monkeypatch):
     assert machine.describe()["commit"] == "abc, changed"
 
 
+@pytest.mark.parametrize(
+    ("started", "expected"),
+    [
+        (["/anywhere/bin/qerl-pl", "bench", "train", "--options", "a b"], "qerl-pl bench train --options 'a b'"),
+        (["/anywhere/qerl_pl/__main__.py", "bench", "sync"], "qerl-pl bench sync"),
+        (["benchmarks/linear.py", "--tokens", "1,2"], "python benchmarks/linear.py --tokens 1,2"),
+        (["/anywhere/benchmarks/linear.py"], "python benchmarks/linear.py"),
+    ],
+)
+def test_a_result_names_its_command(started, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", started)
+    output = tmp_path / "rows.json"
+    results.Results("train", output, "test").add({"model": "7B"}, {"milliseconds": 1.0})
+    assert json.loads(output.read_text())["runs"][0]["command"] == expected
+
+
+def test_benchmarks_name_their_command(tmp_path):
+    words = ["benchmarks/coverage.py", "--output", str(tmp_path / "out.json"), "--evaluations", "1", "--commit", "test"]
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
+    assert json.loads((tmp_path / "out.json").read_text())["command"] == " ".join(["python", *words])
+
+
 def test_spread_and_seconds():
     assert results.spread("x", [3.0, 1.0, 2.0, 10.0]) == {"x": 2.5, "x_min": 1.0, "x_max": 10.0}
     calls: list[int] = []
@@ -266,16 +289,22 @@ def test_spread_and_seconds():
 
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    head = {"machine": "m", "date": "2000-01-01", "commit": "c", "versions": {"torch": "0"}}
-    rows = [
-        {"model": m, "format": f, "rank": 32, "batch": b, **results.spread("tokens_per_s", [b * 1.0, b * 3.0])}
-        for m in ("7B", "14B") for f in ("nvfp4", "bf16") for b in (1, 8)
-    ]  # fmt: skip
-    (tmp_path / "rollout.json").write_text(json.dumps(head | {"rows": [*rows, {"model": "32B", "error": "e"}]}))
-    rows = [{"model": "7B", "format": "nvfp4", "peak_gb": 11.0}, {"model": "7B", "format": "bf16", "error": "e"}]
-    (tmp_path / "memory.json").write_text(json.dumps(head | {"rows": rows}))
-    bench(["plot", str(tmp_path)])
-    assert sorted(f.name for f in tmp_path.glob("*.png")) == ["memory.png", "rollout.png"]
-    (tmp_path / "memory.json").write_text(json.dumps(head | {"rows": []}))
+    rollout = results.Results("rollout", tmp_path / "rollout.json", "test")
+    for model, format_, batch in itertools.product(("7B", "14B"), ("nvfp4", "bf16"), (1, 8)):
+        what = {"model": model, "format": format_, "rank": 32, "batch": batch}
+        rollout.add(what, results.spread("tokens_per_s", [batch * 1.0, batch * 3.0]))
+    rollout.add({"model": "32B"}, {"error": "e"})
+    memory = results.Results("memory", tmp_path / "memory.json", "test")
+    memory.add({"model": "7B", "format": "bf16"}, {"error": "e"})
     with pytest.raises(ValueError, match=r"memory\.png: no row has peak_gb"):
         bench(["plot", str(tmp_path)])
+    memory.add({"model": "7B", "format": "nvfp4"}, {"peak_gb": 11.0})
+    bench(["plot", str(tmp_path)])
+    assert sorted(f.name for f in tmp_path.glob("*.png")) == ["memory.png", "rollout.png"]
+
+
+def test_a_plot_names_the_runs_that_its_rows_are_from():
+    """Not those whose rows have all been measured again."""
+    runs = [{"date": f"2000-01-0{day}", "commit": commit} for day, commit in ((1, "a"), (2, "b"), (2, "c"))]
+    rows = [{"run": 2}, {"run": 0}, {"run": 2}]
+    assert plot._from({**runs[2], "runs": runs, "rows": rows}) == "2000-01-01, 2000-01-02 · a, c"

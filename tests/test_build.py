@@ -9,7 +9,7 @@ import torch
 
 from qerl_pl import build, gpu_memory
 from qerl_pl.checkpoint import Weights
-from qerl_pl.engine import VLLMEngine
+from qerl_pl.engine import VLLMEngine, vllm_shared
 from qerl_pl.engine.base import CannotShareError
 from qerl_pl.memory import CONTEXT
 from qerl_pl.packed import DenseWeight, SharedLinear
@@ -30,7 +30,7 @@ class Engine:
     def __init__(self, shares: bool) -> None:
         self.shares = shares
 
-    def base_in_memory(self, quantization: QuantFormat, shared: bool) -> tuple[int, float]:
+    def base_in_memory(self, config: Any, quantization: QuantFormat, shared: bool) -> tuple[int, float]:
         return (1 if shared else 2), quantization.bits_per_weight
 
     def start(self, spec: Any) -> None:
@@ -140,12 +140,44 @@ def test_an_engine_on_the_cpu_shares_nothing_and_releases_nothing() -> None:
     assert engine.release_cache() == 0
 
 
+def sizes(hidden: int = 256, ffn: int = 512, heads: int = 4, kv_heads: int = 2) -> dict[str, Any]:
+    """A ``config.json`` of a small decoder."""
+    return {
+        "num_hidden_layers": 2, "hidden_size": hidden, "intermediate_size": ffn, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "vocab_size": 512, "head_dim": 64,
+    }  # fmt: skip
+
+
 def test_what_a_vllm_engine_and_the_trainer_hold() -> None:
     """Copies, and bits of a weight in one of them."""
-    packed, dense = VLLMEngine(), VLLMEngine(dense=True)
-    assert packed.base_in_memory(NVFP4(), True) == (1, 4.5)
-    assert packed.base_in_memory(NVFP4(), False) == (2, 4.5)
-    assert packed.base_in_memory(BF16(), True) == (1, 16)
-    assert packed.base_in_memory(Int4(), True) == (2, 4.125)  # the trainer does not read its kernels' layout
-    assert dense.base_in_memory(Int4(), True) == (1, 16)
-    assert dense.base_in_memory(NF4(), False) == (2, 10.25)
+    packed, dense, model = VLLMEngine(), VLLMEngine(dense=True), sizes()
+    assert packed.base_in_memory(model, NVFP4(), True) == (1, 4.5)
+    assert packed.base_in_memory(model, NVFP4(), False) == (2, 4.5)
+    assert packed.base_in_memory(model, BF16(), True) == (1, 16)
+    assert packed.base_in_memory(model, Int4(), True) == (2, 4.125)  # the trainer does not read its kernels' layout
+    assert dense.base_in_memory(model, Int4(), True) == (1, 16)
+    assert dense.base_in_memory(model, NF4(), False) == (2, 10.25)
+
+
+@pytest.mark.parametrize(
+    ("model", "copies"),
+    [
+        (sizes(), 1),  # q, k and v: 512 outputs of 256 inputs
+        (sizes(heads=3, kv_heads=1), 1),  # 5 · 64 of 2 · 128; o: 2 · 128 of 3 · 64
+        (sizes(hidden=192, heads=3, kv_heads=1), 2),  # 5 · 64 of 3 · 64
+        (sizes(ffn=544), 2),  # down: 256 of 544
+    ],
+)
+def test_shapes_that_marlin_pads_take_two_copies(model: dict[str, Any], copies: int) -> None:
+    assert VLLMEngine().base_in_memory(model, NVFP4(), True) == (copies, 4.5)
+    assert VLLMEngine().base_in_memory(model, BF16(), True) == (1, 16)
+    assert VLLMEngine(dense=True).base_in_memory(model, NVFP4(), True) == (1, 16)
+
+
+@pytest.mark.parametrize("rows", range(32, 289, 32))
+def test_marlin_pads_what_we_say_it_pads(rows: int) -> None:
+    utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.marlin_utils")
+    for columns in range(32, 289, 32):
+        config = sizes(rows, columns) | {"head_dim": 128}
+        ours = [(2 * columns, rows), (rows, columns), (1024, rows), (rows, 512)]
+        assert vllm_shared.padded(config) == any(utils.marlin_padded_nk(*size, 16) != size for size in ours), columns

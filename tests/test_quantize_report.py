@@ -266,6 +266,21 @@ def test_a_report_that_covers_more_is_kept(made, texts, tmp_path, monkeypatch, c
     assert json.loads((folder / "quality-2.json").read_text()) == now
 
 
+def test_no_picture_of_other_numbers_stays(made, texts, tmp_path, monkeypatch, capsys):
+    """Without matplotlib there is no new picture; the old one shows the numbers of before."""
+
+    def missing(*_):
+        raise ImportError("matplotlib is not installed")
+
+    folder = tmp_path / "there"
+    shutil.copytree(made["rtn"], folder)
+    monkeypatch.setattr(card, "draw", missing)
+    run(arguments(texts, report=folder, held_out=5), monkeypatch)  # covers more than the one before
+    assert "no quality.png: matplotlib is not installed" in capsys.readouterr().err
+    assert json.loads((folder / "quality.json").read_text())["made"]["held_out"]["sequences"] == 5
+    assert not list(folder.glob("quality*.png"))
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_an_interrupted_report_leaves_the_one_before(late, made, texts, tmp_path, monkeypatch, capsys):
     """Whatever it was at: here at its picture, or at the moving of its files, when no more is promised."""

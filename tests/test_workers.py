@@ -1,6 +1,11 @@
 """Killable workers: what hangs, crashes or eats memory costs its own case only, and programs stay in their fence."""
 
+import contextlib
 import os
+import select
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,10 @@ def misbehave(order: list[Any]) -> Any:
     """What a worker of these tests does."""
     match order:
         case ["hang"]:
+            while True:
+                pass
+        case ["say and hang", fifo]:
+            Path(fifo).write_text(str(os.getpid()))
             while True:
                 pass
         case ["die"]:
@@ -103,6 +112,44 @@ def test_a_killed_worker_is_gone(pool: Pool) -> None:
     pool.close()
     assert not Path(f"/proc/{before.value}").exists()
     assert [result.value for result in pool.run([["double", 4]])] == [8]  # and it starts again
+
+
+HANGS = """
+import os, signal, sys
+from registry.rewards.workers import Pool
+pool = Pool("tests.test_workers:misbehave", workers=1, timeout=1000.0, memory=1.0)
+pool.run([["pid"]])
+if sys.argv[2] == "forked" and os.fork() == 0:
+    signal.pause()  # with a copy of the pool's sockets
+pool.run([["say and hang", sys.argv[1]]])
+"""
+
+
+@pytest.mark.parametrize("killed", ["parent", "forked", "zygote", "group"])
+def test_what_hangs_ends_when_what_started_it_is_killed(killed: str, tmp_path: Path) -> None:
+    """SIGKILL, which leaves no time to tidy up; ``forked``: to the parent of a process that goes on."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    parent = subprocess.Popen([sys.executable, "-c", HANGS, str(fifo), killed], start_new_session=True)
+    worker = 0
+    try:
+        assert select.select([reader], [], [], 120)[0]
+        worker = int(os.read(reader, 100))
+        [zygote] = [int(n.split()[1]) for n in Path(f"/proc/{worker}/status").read_text().split("\n") if "PPid:" in n]
+        ended = os.pidfd_open(worker)
+        if killed == "group":
+            os.killpg(parent.pid, signal.SIGKILL)
+        else:
+            os.kill(zygote if killed == "zygote" else parent.pid, signal.SIGKILL)
+        assert select.select([ended], [], [], 20)[0]
+        os.close(ended)
+    finally:
+        os.close(reader)
+        for kill, pid in ((os.killpg, parent.pid), (os.kill, worker or parent.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+        parent.wait()
 
 
 def test_workers_are_used_again_unless_fresh(pool: Pool) -> None:

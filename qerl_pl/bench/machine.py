@@ -3,8 +3,10 @@
 import datetime
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,18 @@ PACKAGES = (
 
 
 def describe(commit: str | None = None) -> dict[str, Any]:
-    """Machine, date, commit and versions. ``commit`` is for a machine that has the files, but not their history."""
+    """Command, machine, date, commit and versions. ``commit`` is for a machine that has the files alone."""
     commit = commit or checkout()
     if commit is None:
         raise ValueError("which commit is measured? This is no git checkout; give --commit")
-    return facts() | {"commit": commit}
+    return {"command": command()} | facts() | {"commit": commit}
+
+
+def command() -> str:
+    """What this process was started with: ``qerl-pl``, or a script of ``benchmarks/``."""
+    script = Path(sys.argv[0])
+    program = ["python", f"benchmarks/{script.name}"] if script.absolute().parent.name == "benchmarks" else ["qerl-pl"]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def facts() -> dict[str, Any]:

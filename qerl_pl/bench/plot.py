@@ -102,9 +102,8 @@ def draw(result: dict[str, Any], panels: Sequence[Panel], target: Path) -> None:
 
 def _from(result: dict[str, Any]) -> str:
     """Commits and dates of the runs that the rows are from."""
-    runs = result.get("runs") or [result]
-    used = [runs[i] for i in sorted({row["run"] for row in result["rows"] if row.get("run", len(runs)) < len(runs)})]
-    dates, commits = (list(dict.fromkeys(run[key] for run in used or [result])) for key in ("date", "commit"))
+    used = [result["runs"][i] for i in sorted({row["run"] for row in result["rows"]})]
+    dates, commits = (list(dict.fromkeys(run[key] for run in used)) for key in ("date", "commit"))
     return f"{', '.join(dates)} · {', '.join(commits)}"
 
 

@@ -3,7 +3,6 @@
 import gc
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,8 +34,7 @@ class Results:
         self.failed: list[str] = []
         old = json.loads(output.read_text()) if output is not None and output.is_file() else {"runs": [], "rows": []}
         self._old: list[dict[str, Any]] = old["rows"]
-        command = f"qerl-pl {' '.join(sys.argv[1:])}"
-        run = describe(commit) | {"command": command} if output is not None else {}
+        run = describe(commit) if output is not None else {}
         self._runs: list[dict[str, Any]] = [*old["runs"], run]
 
     def add(self, what: dict[str, Any], measured: dict[str, Any]) -> None:

@@ -101,9 +101,10 @@ class Engine(ABC):
         """
         raise CannotShareError(f"{type(self).__name__} keeps a copy of its own")
 
-    def base_in_memory(self, quantization: QuantFormat, shared: bool) -> tuple[int, float]:
-        """How many copies of the base engine and trainer will hold (``shared``: one, if that can be), and the bits of a
-        weight in one of them, on average. For the memory plan, before ``start``.
+    def base_in_memory(self, config: Mapping[str, Any], quantization: QuantFormat, shared: bool) -> tuple[int, float]:
+        """How many copies of the base engine and trainer will hold (``shared``: one, if that can be) of a model with
+        this ``config.json``, and the bits of a weight in one of them, on average. For the memory plan, before
+        ``start``.
         """
         raise NotImplementedError
 

@@ -240,10 +240,11 @@ class VLLMEngine(Engine):
         linear: dict[str, Any] = dict(vllm_shared.linear_weights(llm))
         return linear | vllm_shared.embedding_weights(llm)
 
-    def base_in_memory(self, quantization: QuantFormat, shared: bool) -> tuple[int, float]:
+    def base_in_memory(self, config: Mapping[str, Any], quantization: QuantFormat, shared: bool) -> tuple[int, float]:
         """See the interface."""
         bits = BF16.bits_per_weight if self.dense else quantization.bits_per_weight
-        if shared and (self.dense or isinstance(quantization, (BF16, NVFP4))):
+        tiled = isinstance(quantization, NVFP4) and not vllm_shared.padded(config)
+        if shared and (self.dense or tiled or isinstance(quantization, BF16)):
             return 1, bits
         return 2, (bits + quantization.bits_per_weight) / 2
 

@@ -1,6 +1,6 @@
 """What trainer and vLLM share on one GPU: the base's weights, and the memory of keys and values between rollouts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -8,10 +8,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from qerl_pl.checkpoint import FUSED
 from qerl_pl.engine import vllm_compat
 from qerl_pl.engine.base import CannotShareError
 from qerl_pl.engine.vllm_adapter import fused_layers
 from qerl_pl.marlin import TiledWeight
+from qerl_pl.memory import Shape
 from qerl_pl.packed import DenseWeight, Weight
 
 CACHE_TAG = "kv_cache"  # vLLM's name of the pool
@@ -30,6 +32,15 @@ def linear_weights(llm: Any) -> Iterator[tuple[str, Weight]]:
         for name, size in parts:
             yield name, _weight(name, layer, first, size)
             first += size
+
+
+def padded(config: Mapping[str, Any]) -> bool:
+    """Whether Marlin pads the NVFP4 weights of a model with this ``config.json``: it takes outputs and inputs in
+    multiples of 64 and 128, or of 128 and 64. (Humming refuses such shapes.) They are not shared then.
+    """
+    shapes = Shape.read(config).projections
+    sizes = [(sum(shapes[name][0] for name in group), shapes[group[0]][1]) for group in FUSED]
+    return any((rows % 64 or columns % 128) and (rows % 128 or columns % 64) for rows, columns in sizes)
 
 
 def _weight(name: str, layer: Any, first: int, size: int) -> Weight:

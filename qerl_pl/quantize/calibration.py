@@ -1,5 +1,6 @@
 """The texts that a model is calibrated and judged on: whole conversations, laid end to end in equal sequences."""
 
+import argparse
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -198,40 +199,29 @@ class Texts:
         }  # fmt: skip
 
 
-def draw_texts(
-    base: Path,
-    source: str,
-    seed: int,
-    max_length: int,
-    *,
-    held_out: int,
-    num_samples: int,
-    sample_prompts: int,
-    sample_tokens: int,
-    say: Callable[[str], None],
-) -> Texts:
-    """Held-out sequences, prompts to sample from, and ``num_samples`` to calibrate on (0: none) of ``source``, checked
-    against what the model knows. The names are those of the command line, which errors name.
+def draw_texts(base: Path, given: argparse.Namespace, num_samples: int, say: Callable[[str], None]) -> Texts:
+    """Held-out sequences, prompts to sample from, and ``num_samples`` to calibrate on (0: none), checked against what
+    the model knows. ``given`` is the command line, whose names errors give.
     """
     from transformers import AutoTokenizer
 
     longest = json.loads((base / "config.json").read_text()).get("max_position_embeddings")
-    if longest is not None and max_length > longest:
+    if longest is not None and given.max_length > longest:
         raise ValueError(
-            f"--max_length {max_length} is more than the {longest} tokens that the model knows; "
+            f"--max_length {given.max_length} is more than the {longest} tokens that the model knows; "
             f"give --max_length {longest}"
         )
     tokenizer = AutoTokenizer.from_pretrained(base)
-    wanted = {"held_out": (held_out, max_length)}
+    wanted = {"held_out": (given.held_out, given.max_length)}
     if num_samples:
-        wanted["calibration"] = (num_samples, max_length)
-    sequences, contents = draw(tokenizer, Source(source, seed), wanted)
+        wanted["calibration"] = (num_samples, given.max_length)
+    sequences, contents = draw(tokenizer, Source(given.calibration, given.seed), wanted)
     asked: list[Content] = [c[:-1] for c in contents["held_out"] if not isinstance(c, str) and len(c) > 1]
     encoded = [encode(tokenizer, c, generate=True) for c in asked]
-    fitting = [p for p in encoded if len(p) + sample_tokens <= (longest or math.inf)]
-    if len(fitting) < sample_prompts:
+    fitting = [p for p in encoded if len(p) + given.sample_tokens <= (longest or math.inf)]
+    if len(fitting) < given.sample_prompts:
         say(
-            f"{len(fitting)} held-out prompts to sample from, not {sample_prompts}: {len(encoded)} of the texts "
-            f"have one, and with --sample_tokens {sample_tokens} it must fit into the model's {longest} tokens"
+            f"{len(fitting)} held-out prompts to sample from, not {given.sample_prompts}: {len(encoded)} of the texts "
+            f"have one, and with --sample_tokens {given.sample_tokens} it must fit into the model's {longest} tokens"
         )
-    return Texts(source, seed, sequences, fitting[:sample_prompts])
+    return Texts(given.calibration, given.seed, sequences, fitting[: given.sample_prompts])

@@ -135,11 +135,7 @@ def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args
             f"--output {output}: the checkpoint takes {after / 1e9:.2f} GB, but {parent} has {free / 1e9:.2f} GB free; "
             "make room, or name a folder elsewhere"
         )
-    texts = draw_texts(
-        base, given.calibration, given.seed, given.max_length, held_out=given.held_out,
-        num_samples=0 if given.algorithm == "rtn" else given.num_samples,
-        sample_prompts=given.sample_prompts, sample_tokens=given.sample_tokens, say=say,
-    )  # fmt: skip
+    texts = draw_texts(base, given, 0 if given.algorithm == "rtn" else given.num_samples, say)
     if given.algorithm != "rtn":
         import_llmcompressor(given.algorithm)
     unfinished = parent / f".{output.name}.unfinished"

@@ -22,6 +22,7 @@ from registry.quantization import QuantFormat
 
 REPORT = "quality.json"
 """The numbers, from which all else of a report is made."""
+PICTURE = "quality.png"
 
 
 def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) -> None:
@@ -40,10 +41,7 @@ def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) 
         raise ValueError(f"--model {given.model} is not the base of --report {given.report}: their sizes differ")
     earlier = given.report / REPORT
     made = json.loads(earlier.read_text())["made"] if earlier.is_file() else {}
-    texts = draw_texts(
-        base, given.calibration, given.seed, given.max_length, held_out=given.held_out, num_samples=0,
-        sample_prompts=given.sample_prompts, sample_tokens=given.sample_tokens, say=say,
-    )  # fmt: skip
+    texts = draw_texts(base, given, 0, say)
     used = made.get("calibration") or {}
     same = (used.get("source"), used.get("seed")) == (given.calibration, given.seed)
     if same and used["positions"][0] < texts.sequences["held_out"].texts[1]:
@@ -90,6 +88,8 @@ def move_in(new: Path, folder: Path) -> None:
     earlier, later = (json.loads(f.read_text()) if f.is_file() else {} for f in (folder / REPORT, new / REPORT))
     if more := covers_more(earlier, later):
         say(f"the earlier report is kept as {keep(folder)}: it has {', '.join(more)}")
+    if not (new / PICTURE).exists():  # matplotlib is missing
+        (folder / PICTURE).unlink(missing_ok=True)  # a picture of other numbers
     for file in [f for f in new.rglob("*") if f.is_file()]:
         target = folder / file.relative_to(new)
         target.parent.mkdir(exist_ok=True)
@@ -115,7 +115,7 @@ def _extent(both: Mapping[str, Any]) -> dict[str, int]:
 def keep(folder: Path) -> Path:
     """Give the report in ``folder`` the next free number; the path of its numbers."""
     n = next(n for n in itertools.count(1) if not (folder / f"quality-{n}.json").exists())
-    for name in ("quality.json", "quality.md", "quality.png", "task"):
+    for name in (REPORT, "quality.md", PICTURE, "task"):
         if (file := folder / name).exists():
             file.rename(file.with_stem(f"{file.stem}-{n}"))
     return folder / f"quality-{n}.json"
@@ -153,9 +153,9 @@ def write_report(folder: Path, made: Mapping[str, Any], quality: Mapping[str, An
         return
     (folder / "quality.md").write_text(card.report(made, quality))
     try:
-        card.draw(made, quality, folder / "quality.png")
+        card.draw(made, quality, folder / PICTURE)
     except ImportError as error:
-        say(f"no quality.png: {error}")
+        say(f"no {PICTURE}: {error}")
 
 
 def say(text: str) -> None:

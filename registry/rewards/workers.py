@@ -123,7 +123,7 @@ class Pool:
         environment |= {"SYMPY_GROUND_TYPES": "python", "MPMATH_NOGMPY": "1", "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
         with theirs:
-            arguments = [str(theirs.fileno()), self.function, str(self.memory)]
+            arguments = [str(theirs.fileno()), str(self._owner), self.function, str(self.memory)]
             self._zygote = subprocess.Popen(
                 [sys.executable, "-m", "registry.rewards.zygote", *arguments],
                 env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,

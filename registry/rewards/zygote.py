@@ -1,4 +1,4 @@
-"""The process that forks workers: ``python -m registry.rewards.zygote FD MODULE:FUNCTION GIB``."""
+"""The process that forks workers: ``python -m registry.rewards.zygote FD PARENT MODULE:FUNCTION GIB``."""
 
 import contextlib
 import ctypes
@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -13,12 +14,20 @@ from collections.abc import Callable
 from typing import Any
 
 _NEWNET, _NEWUSER = 0x40000000, 0x10000000
+_PDEATHSIG = 1
 
 
 def no_network() -> bool:
     """Enter a network namespace without network; False where the system does not permit it."""
     libc = ctypes.CDLL(None, use_errno=True)
     return any(libc.unshare(flags) == 0 for flags in (_NEWNET, _NEWUSER | _NEWNET))
+
+
+def _end_with(zygote: int) -> None:
+    """Have this worker killed when the zygote is: a case that hangs hears of nothing else."""
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)  # that of the thread that forked: the zygote's main one
+    if os.getppid() != zygote:  # it was killed before
+        os._exit(0)
 
 
 def _serve(channel: socket.socket, function: Callable[[Any], Any], memory: int) -> None:
@@ -43,14 +52,18 @@ def _reap(pid: int) -> None:
 
 
 def main() -> None:
-    command = socket.socket(fileno=int(sys.argv[1]))
-    module, _, name = sys.argv[2].partition(":")
+    command, parent, zygote = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), os.getpid()
+    module, _, name = sys.argv[3].partition(":")
     function = getattr(importlib.import_module(module), name)
     getattr(sys.modules[module], "warm_up", lambda: None)()
-    memory = int(float(sys.argv[3]) * 2**30)
+    memory = int(float(sys.argv[4]) * 2**30)
     command.sendall(b"!" if no_network() else b"~")
     children: set[int] = set()
-    while True:
+    # The command also stays open while a process lives that the parent forked. (PDEATHSIG would not do here: it comes
+    # with the end of the thread that started this process.)
+    while os.getppid() == parent:
+        if not select.select([command], [], [], 1.0)[0]:
+            continue
         message, fds, _, _ = socket.recv_fds(command, 1, 1)
         if not message:
             break
@@ -59,6 +72,7 @@ def main() -> None:
             if pid == 0:
                 command.close()
                 with contextlib.suppress(BaseException):
+                    _end_with(zygote)
                     _serve(socket.socket(fileno=fds[0]), function, memory)
                 os._exit(0)
             os.close(fds[0])

@@ -76,7 +76,7 @@ def test_the_engine_samples_from_the_trainers_numbers(name: str, dense: bool, sh
 
 def _check_sharing(engine: VLLMEngine, spec: EngineSpec, shares: bool) -> None:
     """As the memory plan has it; what is shared is the trainer's own weight."""
-    assert engine.base_in_memory(spec.quantization, True)[0] == (1 if shares else 2)
+    assert engine.base_in_memory(spec.config, spec.quantization, True)[0] == (1 if shares else 2)
     if not shares:
         with pytest.raises(CannotShareError, match="vLLM holds"):
             engine.shared_weights()
