@@ -167,6 +167,15 @@ def main() -> None:
     parser.add_argument("fit", nargs=argparse.REMAINDER, help="-- and the arguments of qerl-pl fit")
     options = parser.parse_args()
     options.fit = options.fit[1:] if options.fit[:1] == ["--"] else options.fit
+    try:
+        temperatures = [float(t) for t in options.temperatures.split(",")]
+    except ValueError:
+        parser.error(f"--temperatures {options.temperatures}: numbers with commas between them")
+    if min(temperatures) <= 0:
+        parser.error(f"--temperatures {options.temperatures}: entropy is that of sampling, above 0")
+    for name in ("prompts", "sequences"):
+        if getattr(options, name) < 2:
+            parser.error(f"--{name} {getattr(options, name)}: an interval takes at least two")
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the command line does
     names, found = choices("formats", options.formats, list(FORMATS)), {}
     said = {k: v for k, v in vars(options).items() if k not in ("output", "commit", "parallel")}
