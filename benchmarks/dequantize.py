@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from qerl_pl.bench.gpu_time import captured, milliseconds
 from qerl_pl.bench.machine import describe
 from qerl_pl.marlin import TiledWeight
 from registry.quantization import NVFP4
@@ -22,40 +23,14 @@ SHAPES = {  # (out, in) of the largest layers: gate or up, and down
     "14B": ((13824, 5120), (5120, 13824)),
     "32B": ((27648, 5120), (5120, 27648)),
 }
-
-
-def milliseconds(call: Callable[[], object], calls: int = 10) -> float:
-    """Of one call in a CUDA graph of several: no launches from Python in between."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    times = []
-    for _ in range(7):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / calls)
-    return statistics.median(times[2:])
+CALLS = 10  # in a CUDA graph
 
 
 def copy_bandwidth() -> float:
     """TB/s, bytes read and bytes written. By itself: in a CUDA graph the copy is another, slower operation."""
     source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    times = []
-    for _ in range(10):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return 2 * source.numel() / statistics.median(times[2:]) / 1e9
+    return 2 * source.numel() / statistics.median(milliseconds(lambda: target.copy_(source), 8, warm_up=2)) / 1e9
 
 
 def main() -> None:
@@ -76,7 +51,7 @@ def main() -> None:
                 "checkpoint": lambda part=stored: NVFP4().dequantize(part, torch.bfloat16),
             }
             for layout, call in calls.items():
-                time = milliseconds(call)
+                time = statistics.median(milliseconds(captured([call] * CALLS), 5, warm_up=2)) / CALLS
                 rate = count * (4.5 / 8 + 2) / time / 1e9
                 rows.append({
                     "model": model, "layout": layout, "out": out_features, "in": in_features, "milliseconds": time,

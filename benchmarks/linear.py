@@ -7,6 +7,7 @@ In a CUDA graph over several copies of the weight, so that none is in the cache.
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qerl_pl.bench.gpu_time import captured, milliseconds
 from qerl_pl.bench.results import Results, choices, numbers
 from qerl_pl.decode_linear import TOKENS, decode_linear
 from registry.quantization import NVFP4
@@ -77,22 +79,8 @@ KERNELS = {"marlin": marlin, "humming": humming, "ours": ours, "dense": dense}
 
 
 def microseconds(calls: list[Call], x: Tensor) -> list[float]:
-    for call in calls:
-        call(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call(x)
-    times = []
-    for _ in range(6):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / len(calls))
-    return sorted(times[1:])
+    replay = captured([partial(call, x) for call in calls])
+    return sorted(1e3 * time / len(calls) for time in milliseconds(replay, repeats=5))
 
 
 def main() -> None:
