@@ -180,6 +180,7 @@ def test_ctrl_c_leaves_a_checkpoint(tmp_path):
     process = subprocess.Popen(
         [*command, "--trainer.max_steps", "1000"], cwd=CONFIG.parents[1], env=os.environ | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )  # fmt: skip
     deadline = time.monotonic() + 120
     while not list(tmp_path.rglob("completions.jsonl")) and time.monotonic() < deadline:
