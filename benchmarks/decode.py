@@ -21,7 +21,7 @@ from qerl_pl.bench.rollout import BLOCKS, Ours, Stock
 from qerl_pl.bench.spec import random_spec
 
 KINDS = {
-    "adapter": "_shrink|_expand|_swiglu|lora_",
+    "adapter": "_shrink|_expand|_swiglu|^_rotary|sum_functor|lora_",
     "attention": "flash|fmha|attention|reshape_and_cache|prepare_varlen",
     "norm": "_norm",
     "rotary": "rotary",

@@ -1,7 +1,7 @@
 """Kernels of a decoding step (Triton): what one adapter adds to a linear layer, and RMSNorm with FP32 weights.
 
-A step of few tokens is bound by launches and by the bytes of weights, so each function is one kernel and reads nothing
-twice.
+A step of few tokens is bound by launches and by the bytes of weights, so what nothing runs beside is one kernel that
+reads nothing twice.
 """
 
 from contextlib import nullcontext
@@ -40,18 +40,37 @@ def _plus(a, b):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _early(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Waits for what the kernels before have written. What is read before this, no kernel of a step writes; and the
+    kernel after may begin while this one runs, with what it too reads before.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _matrix(b, n, begin, width, rank, RANK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows n and RANK columns of b [width, rank]."""
+    r = begin + tl.arange(0, RANK)
+    return tl.load(b + n[:, None] * rank + r[None, :], mask=(n < width)[:, None] & (r < rank)[None, :], other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _low_rank(  # type: ignore[no-untyped-def]
-    total, z, b, m, n, rows, width, rank, columns, first, SHARES: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr
-):
+    total, right, z, b, m, n, rows, width, rank, columns, first, SHARES: tl.constexpr, ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+):  # fmt: skip
     """total [ROWS, OUT] + z bᵀ: rows m and ``rank`` columns from ``first`` on of z [shares, rows, columns], summed over
-    shares, and rows n of b [width, rank].
+    shares, and rows n of b [width, rank], of which ``right`` holds the first columns.
     """
     share = tl.arange(0, SHARES)[:, None, None]
     for begin in range(0, rank, RANK):
         r = begin + tl.arange(0, RANK)
         at = (share * rows + m[None, :, None]) * columns + first + r[None, None, :]
         parts = tl.load(z + at, mask=(m < rows)[None, :, None] & (r < rank)[None, None, :], other=0.0)
-        right = tl.load(b + n[:, None] * rank + r[None, :], mask=(n < width)[:, None] & (r < rank)[None, :], other=0.0)
+        if begin > 0:
+            right = _matrix(b, n, begin, width, rank, RANK)
         total += tl.dot(tl.reduce(parts, 0, _plus).to(right.dtype), tl.trans(right))
     return total
 
@@ -69,12 +88,12 @@ def _expand(  # type: ignore[no-untyped-def]
     part = (tl.program_id(1) * OUT >= second).to(tl.int32) + (tl.program_id(1) * OUT >= third).to(tl.int32)
     inside = (m < rows)[:, None] & (n < width)[None, :]
     at = m[:, None].to(tl.int64) * width + n[None, :]
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+    right = _matrix(b, n, 0, width, rank, RANK)
+    _early(EARLY)
     total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     for i in tl.static_range(1, SUMS):
         total += tl.load(y + at + i * rows * width, mask=inside, other=0.0).to(tl.float32)
-    total = _low_rank(total, z, b, m, n, rows, width, rank, columns, part * rank, SHARES, ROWS, RANK)
+    total = _low_rank(total, right, z, b, m, n, rows, width, rank, columns, part * rank, SHARES, ROWS, RANK)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -90,18 +109,51 @@ def _swiglu(  # type: ignore[no-untyped-def]
     n = tl.program_id(1) * OUT + tl.arange(0, OUT)
     inside = (m < rows)[:, None] & (n < width)[None, :]
     at = m[:, None].to(tl.int64) * (2 * width) + n[None, :]
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+    of_gate, of_up = _matrix(b, n, 0, width, rank, RANK), _matrix(b + width * rank, n, 0, width, rank, RANK)
+    _early(EARLY)
     gate = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(y + at + width, mask=inside, other=0.0).to(tl.float32)
     for i in tl.static_range(1, SUMS):
         gate += tl.load(y + at + i * rows * 2 * width, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(y + at + width + i * rows * 2 * width, mask=inside, other=0.0).to(tl.float32)
-    gate = _low_rank(gate, z, b, m, n, rows, width, rank, columns, 0, SHARES, ROWS, RANK)
-    up = _low_rank(up, z, b + width * rank, m, n, rows, width, rank, columns, rank, SHARES, ROWS, RANK)
+    gate = _low_rank(gate, of_gate, z, b, m, n, rows, width, rank, columns, 0, SHARES, ROWS, RANK)
+    up = _low_rank(up, of_up, z, b + width * rank, m, n, rows, width, rank, columns, rank, SHARES, ROWS, RANK)
     gate = gate.to(out.dtype.element_ty).to(tl.float32)
     value = gate / (1.0 + tl.exp(-gate)) * up.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + m[:, None].to(tl.int64) * width + n[None, :], value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotary(  # type: ignore[no-untyped-def]
+    z, b, y, out, positions, cos_sin, rows, width, rank, columns, second, third, SUMS: tl.constexpr,
+    SHARES: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, RANK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out [rows, width] as of ``_expand``, rounded as if it were stored, and then rotated by ``cos_sin`` [., 2 HALF] of
+    the rows' positions but for the third part; a program computes one head, 2 HALF wide.
+    """
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first, half = tl.program_id(1) * 2 * HALF, tl.arange(0, HALF)
+    n = first + half
+    part = (first >= second).to(tl.int32) + (first >= third).to(tl.int32)
+    inside = (m < rows)[:, None] & (n < width)[None, :]
+    at = m[:, None].to(tl.int64) * width + n[None, :]
+    angle = tl.load(positions + m, mask=m < rows, other=0)[:, None] * 2 * HALF + half[None, :]
+    turned = inside & (n < third)[None, :]
+    cos = tl.load(cos_sin + angle, mask=turned, other=1.0).to(tl.float32)
+    sin = tl.load(cos_sin + angle + HALF, mask=turned, other=0.0).to(tl.float32)
+    of_low, of_high = _matrix(b, n, 0, width, rank, RANK), _matrix(b, n + HALF, 0, width, rank, RANK)
+    _early(EARLY)
+    low = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(y + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, SUMS):
+        low += tl.load(y + at + i * rows * width, mask=inside, other=0.0).to(tl.float32)
+        high += tl.load(y + at + HALF + i * rows * width, mask=inside, other=0.0).to(tl.float32)
+    low = _low_rank(low, of_low, z, b, m, n, rows, width, rank, columns, part * rank, SHARES, ROWS, RANK)
+    high = _low_rank(high, of_high, z, b, m, n + HALF, rows, width, rank, columns, part * rank, SHARES, ROWS, RANK)
+    low = low.to(out.dtype.element_ty).to(tl.float32)
+    high = high.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + at, (low * cos - high * sin).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at + HALF, (high * cos + low * sin).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -113,8 +165,7 @@ def _norm(  # type: ignore[no-untyped-def]
     k = tl.arange(0, WIDE)
     inside = k < width
     scales = tl.load(weight + k, mask=inside, other=0.0)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+    _early(EARLY)
     value = tl.load(x + row // heads * outer + row % heads * inner + k, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * width + k, mask=inside, other=0.0).to(tl.float32)
@@ -127,21 +178,26 @@ def _norm(  # type: ignore[no-untyped-def]
 
 
 def shrink(x: Tensor, a: Tensor, stream: torch.cuda.Stream | None = None) -> Tensor:
-    """x [N, in], a [outputs, in] -> z [shares, N, outputs] in FP32: x aᵀ by shares of the inputs, still to be summed.
+    """x [N, in], a [outputs, in] -> z [1, N, outputs] in FP32: x aᵀ, summed up by shares of the inputs.
 
     Computed on ``stream`` if one is given, for which the caller must wait; the memory belongs to the current one.
     """
     (rows, inputs), outputs = x.shape, a.shape[0]
     m, r = _tile(rows, 64), _tile(outputs, 32)
     tiles = triton.cdiv(rows, m) * triton.cdiv(outputs, r)
-    most = max(1, min(8 if rows <= 64 else 2, PROGRAMS // tiles, inputs // (2 * COLUMNS)))
+    most = max(1, min(16, PROGRAMS // tiles, inputs // (2 * COLUMNS)))
     shares = 1 << (most.bit_length() - 1)
     chunk = triton.cdiv(triton.cdiv(inputs, shares), COLUMNS) * COLUMNS
-    z = torch.empty(shares, rows, outputs, dtype=torch.float32, device=x.device)
+    # One tensor, as what is returned must keep the shares from being reused before ``stream`` has got that far.
+    z = torch.empty(1 + shares, rows, outputs, dtype=torch.float32, device=x.device)
+    total, parts = z[:1], z[1:]
     grid = (triton.cdiv(rows, m), triton.cdiv(outputs, r), shares)
     with nullcontext() if stream is None else torch.cuda.stream(stream):
-        _shrink[grid](x, a, z, rows, inputs, x.stride(0), outputs, chunk, ROWS=m, OUT=r, IN=COLUMNS)
-    return z
+        _shrink[grid](x, a, parts, rows, inputs, x.stride(0), outputs, chunk, ROWS=m, OUT=r, IN=COLUMNS)
+        if shares == 1:
+            return parts
+        torch.sum(parts, 0, keepdim=True, out=total)  # here it is beside the layer; what adds z is not
+    return total
 
 
 def expand(y: Tensor, z: Tensor, b: Tensor, widths: tuple[int, ...]) -> Tensor:
@@ -157,7 +213,7 @@ def expand(y: Tensor, z: Tensor, b: Tensor, widths: tuple[int, ...]) -> Tensor:
     grid = (triton.cdiv(rows, m), triton.cdiv(width, tile))
     _expand[grid](
         z, b, y, out, rows, width, rank, columns, *starts, SUMS=1 if y.dim() == 2 else len(y), SHARES=shares, ROWS=m,
-        OUT=tile, RANK=_tile(rank, 64), **_early(y.device),
+        OUT=tile, RANK=_tile(rank, 64), **_launch(y.device),
     )  # fmt: skip
     return out
 
@@ -173,9 +229,26 @@ def swiglu(y: Tensor, z: Tensor, b: Tensor) -> Tensor:
     grid = (triton.cdiv(rows, m), triton.cdiv(width, 64))
     _swiglu[grid](
         z, b, y, out, rows, width, rank, columns, SUMS=1 if y.dim() == 2 else len(y), SHARES=shares, ROWS=m, OUT=64,
-        RANK=_tile(rank, 64), **_early(y.device),
+        RANK=_tile(rank, 64), **_launch(y.device),
     )  # fmt: skip
     return out
+
+
+def rotary(
+    y: Tensor, z: Tensor, b: Tensor, widths: tuple[int, ...], positions: Tensor, cos_sin: Tensor, out: Tensor
+) -> None:
+    """``out`` [N, out] = q, k and v of ``widths`` as of :func:`expand`, with q and k rotated by their positions [N].
+
+    ``cos_sin`` [positions, D] has the cosines of half a head of D outputs, and then the sines. ``out`` may be y.
+    """
+    shares, rows, columns = z.shape
+    width, rank, head = sum(widths), b.shape[1], cos_sin.shape[1]
+    m = _tile(rows, ROWS)
+    _rotary[(triton.cdiv(rows, m), width // head)](
+        z, b, y, out, positions, cos_sin, rows, width, rank, columns, widths[0], widths[0] + widths[1],
+        SUMS=1 if y.dim() == 2 else len(y), SHARES=shares, ROWS=m, HALF=head // 2, RANK=_tile(rank, 64),
+        **_launch(y.device),
+    )  # fmt: skip
 
 
 def tile_of_outputs(widths: tuple[int, ...]) -> int:
@@ -195,15 +268,15 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     wide = triton.next_power_of_2(width)
     _norm[(rows,)](
         x, residual, weight, out, width, heads, x.stride(0), inner, eps, ADD=residual is not None, WIDE=wide,
-        num_warps=max(1, min(16, wide // 512)), **_early(x.device),
+        num_warps=max(1, min(16, wide // 512)), **_launch(x.device),
     )  # fmt: skip
     return out
 
 
 @cache
-def _early(device: torch.device) -> dict[str, bool]:
-    """A launch may begin while the kernel before it ends, and waits for it before it reads what that one wrote: Hopper
-    and later.
+def _launch(device: torch.device) -> dict[str, bool]:
+    """A launch may begin while the kernel before it runs, and waits before it reads what that one wrote: Hopper and
+    later.
     """
     early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
     return {"EARLY": early, "launch_pdl": True} if early else {"EARLY": False}

@@ -6,6 +6,8 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
 from tests.test_marlin import interpreted
 
@@ -42,10 +44,11 @@ def test_the_adapter_by_kernels(
     for part, low, high in zip(want.split(widths, 1), a.split(rank), b.split(widths), strict=True):
         part += x.double() @ low.double().T @ high.double().T
     z = decoding.shrink(x, a)
-    torch.testing.assert_close(z.sum(0).double(), x.double() @ a.double().T, rtol=1e-5, atol=1e-3)
+    assert len(z) == 1
+    torch.testing.assert_close(z[0].double(), x.double() @ a.double().T, rtol=1e-5, atol=1e-3)
     shares = torch.stack([y - 1, random(*y.shape, seed=5)])
     for given in (torch.cat([shares, (1 - shares[1])[None]]), y):  # in shares, and in place
-        got = decoding.expand(given, z, b, widths)
+        got = decoding.expand(given, z if given is y else torch.cat([2 * z, -z]), b, widths)
         assert (got is y) == (given is y)
         assert ((got - want).norm() / want.norm()) < 1e-6
 
@@ -103,3 +106,26 @@ def test_swiglu_with_the_adapter_of_gate_and_up(decoding: ModuleType) -> None:
     for given in (y, torch.stack([y - 1, torch.ones_like(y)])):
         got = decoding.swiglu(given, decoding.shrink(x, a), b)
         torch.testing.assert_close(got.double(), gate * gate.sigmoid() * up, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_rotary_with_the_adapter_of_q_k_and_v(decoding: ModuleType, rows: int) -> None:
+    """Against Hugging Face's rotation in float64; v gets its adapter, no rotation, and nothing else is written."""
+    head, widths, rank, inputs = 32, (4 * 32, 2 * 32, 2 * 32), 6, 96
+    x, a = random(rows, inputs, seed=1), random(3 * rank, inputs, seed=2)
+    b, y = random(sum(widths), rank, seed=3), random(rows, sum(widths), seed=4)
+    positions = torch.randint(90, (rows,), generator=torch.Generator().manual_seed(5))
+    rotary = Qwen2RotaryEmbedding(Qwen2Config(hidden_size=128, num_attention_heads=4, max_position_embeddings=90))
+    cos, sin = (t[0].double() for t in rotary(torch.zeros(1, 1, 1), torch.arange(90)[None]))
+    want = [
+        (part + x.double() @ low.double().T @ high.double().T).view(1, rows, -1, head).transpose(1, 2)
+        for part, low, high in zip(y.double().split(widths, 1), a.split(rank), b.split(widths), strict=True)
+    ]
+    want[:2] = apply_rotary_pos_emb(*want[:2], cos[positions][None], sin[positions][None])
+    cos_sin = torch.cat([cos[:, : head // 2], sin[:, : head // 2]], 1).float()
+    z = decoding.shrink(x, a)
+    for given, out in ((y, y.clone()), (torch.stack([y - 1, torch.ones_like(y)]), torch.full_like(y, torch.nan))):
+        decoding.rotary(out if given is y else given, z, b, widths, positions, cos_sin, out)
+        for got, exact in zip(out.split(widths, 1), want, strict=True):
+            exact = exact.transpose(1, 2).reshape(rows, -1)
+            torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-4)

@@ -167,3 +167,75 @@ def test_buckets_cover_every_batch_that_is_not_dense() -> None:
         assert max(_graph_sizes(largest)) == min(largest, LARGEST_GRAPH)
     with pytest.raises(ValueError, match=r"engine.cudagraph_sizes: 1025 is above 1024"):
         VLLMEngine(cudagraph_sizes=[1, 1025])
+
+
+class Attention:
+    """As vLLM's: q, k and v are views of what the layer returns, and go to the attention after q and k are rotated."""
+
+    def __init__(self, method: Any, layer: Any, rotary: Any) -> None:
+        self.qkv_proj, self.layer, self.rotary_emb = SimpleNamespace(quant_method=method), layer, rotary
+
+    def __call__(self, positions: Tensor, x: Tensor, widths: tuple[int, ...]) -> Tensor:
+        q, k, v = self.qkv_proj.quant_method.apply(self.layer, x).split(widths, -1)
+        q, k = self.rotary_emb(positions, q, k)
+        return torch.cat([q, k, v], -1)
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_rotary_adds_the_adapter_of_q_k_and_v(decoding: ModuleType, few: bool) -> None:
+    """Against vLLM's own rotation after the plain products; of more tokens that is what is called."""
+    base = pytest.importorskip("vllm.model_executor.layers.rotary_embedding.base", reason="vllm is not installed")
+    widths, head = (128, 64, 64), 32
+    method, linear = adapted(widths, True)
+    layer = SimpleNamespace()
+
+    def few_tokens(x: Tensor, bias: None, a: Tensor) -> tuple[Tensor, Tensor] | None:
+        y, z = linear.apply(layer, x), x @ a.T
+        return (torch.stack([0.25 * y, 0.75 * y]), torch.stack([2 * z, -z])) if len(x) <= 8 else None
+
+    if few:
+        layer.few_tokens = few_tokens
+    plain = rotary_of(base, head)
+    attention = type("Qwen2Attention", (Attention,), {})(method, layer, plain)
+    vllm_adapter.place_after(attention)
+    assert isinstance(attention.rotary_emb, vllm_adapter.Rotary)
+
+    def want(positions: Tensor, x: Tensor) -> Tensor:
+        y = linear.apply(layer, x)
+        method.add(y, x)
+        q, k, v = y.split(widths, -1)
+        return torch.cat([*plain(positions, q, k), v], -1)
+
+    for rows in (3, 40, LIMIT + 1, 5):
+        x, positions = torch.randn(rows, INPUTS), torch.randint(90, (rows,))
+        got = attention(positions, x, widths)
+        torch.testing.assert_close(got, want(positions, x), rtol=1e-5, atol=1e-4)
+
+
+def rotary_of(base: ModuleType, head: int, **changes: Any) -> Any:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    with set_current_vllm_config(VllmConfig()):
+        settings = {"rotary_dim": head, "is_neox_style": True} | changes
+        return base.RotaryEmbedding(head, max_position_embeddings=90, base=10000.0, dtype=torch.float32, **settings)
+
+
+def test_rotary_only_where_nothing_is_done_before_it(decoding: ModuleType) -> None:
+    """Other models rotate otherwise, or norm q and k first: they are left to vLLM."""
+    base = pytest.importorskip("vllm.model_executor.layers.rotary_embedding.base", reason="vllm is not installed")
+    method = adapted((128, 64, 64), True)[0]
+
+    def replaced(name: str, rotary: Any, **more: Any) -> bool:
+        attention = type(name, (Attention,), more)(method, None, rotary)
+        vllm_adapter.place_after(attention)
+        return attention.rotary_emb is not rotary
+
+    assert replaced("LlamaAttention", rotary_of(base, 32))
+    assert not replaced("Qwen3Attention", rotary_of(base, 32))
+    assert not replaced("Qwen2Attention", rotary_of(base, 32), qk_norm=True)
+    assert not replaced("Qwen2Attention", rotary_of(base, 32, is_neox_style=False))
+    assert not replaced("Qwen2Attention", rotary_of(base, 64, rotary_dim=32))
+    other = type("Other", (base.RotaryEmbedding,), {"forward_cuda": lambda *a: None})
+    rotary = rotary_of(base, 32)
+    rotary.__class__ = other
+    assert not replaced("Qwen2Attention", rotary)

@@ -7,7 +7,7 @@ fused layer (q, k, v) has one matrix A and one B, and where only few tokens are 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -17,6 +17,9 @@ from qerl_pl.checkpoint import PROJECTIONS
 
 KERNEL_ROWS = 512
 """Up to so many tokens the adapter's two products are kernels of our own; of more, cuBLAS is as fast."""
+
+ATTENTIONS = ("Qwen2Attention", "LlamaAttention")
+"""vLLM's classes that do nothing with q, k and v before they rotate q and k."""
 
 Slots = dict[str, tuple[Tensor, Tensor]]
 """Hugging Face's name of a module -> A [rank, in] and B [out, rank] (times alpha / rank), which are views."""
@@ -31,24 +34,23 @@ class AdapterMethod:
     def __init__(self, method: Any, a: Tensor, b: Tensor, widths: Sequence[int], kernels: bool) -> None:
         self.method, self.a, self.b, self.widths = method, a, b, tuple(widths)
         self.kernels = kernels and len(widths) <= 3 and _tiles(self.widths)
-        self.activation: SwiGLU | None = None  # what takes the layer's output, if it adds the adapter itself
+        self.after: After | None = None  # what takes the layer's output, if it adds the adapter itself
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.method, name)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., in] -> [..., out]; for an :class:`SwiGLU` it may be what that has still to sum."""
+        """x [..., in] -> [..., out]; before an :class:`After` it is what that makes of it."""
         rows = x.reshape(-1, x.shape[-1])
         if not self.kernels or len(rows) > KERNEL_ROWS:
-            if self.activation is not None:
-                self.activation.low = None  # of a pass that was interrupted
+            if self.after is not None:
+                self.after.sums = None  # of a pass that was interrupted
             y = self.method.apply(layer, x, bias)
             self.add(y.view(-1, y.shape[-1]), rows)
             return y
         y, low = self._sums(layer, rows, x, bias)
-        if self.activation is not None:
-            self.activation.low = low
-            return y
+        if self.after is not None:
+            return self.after.take(y, low)
         from qerl_pl import decoding
 
         return decoding.expand(y, low, self.b, self.widths)
@@ -74,24 +76,60 @@ class AdapterMethod:
             part.addmm_(of_part, b.T)
 
 
-class SwiGLU(nn.Module):
-    """The activation of an MLP, which also adds the adapter of gate and up: one kernel reads and writes them once."""
+class After(nn.Module):
+    """What follows a layer and also adds its adapter: one kernel reads and writes the outputs once."""
 
     def __init__(self, plain: nn.Module, method: AdapterMethod) -> None:
         super().__init__()
-        self.plain, self.b = plain, method.b
-        self.low: Tensor | None = None  # A x, where it is still to be added
-        method.activation = self
+        self.plain, self.b, self.widths = plain, method.b, method.widths
+        self.sums: tuple[Tensor, ...] | None = None  # of the layer and A x, where they are still to be added
+        method.after = self
+
+    def take(self, y: Tensor, low: Tensor) -> Tensor:
+        """Called with the layer's sums, y [N, out] or [shares, N, out], and A x; returns what the model passes on."""
+        self.sums = y, low
+        return y
+
+    def taken(self) -> tuple[Tensor, ...] | None:
+        sums, self.sums = self.sums, None
+        return sums
+
+
+class SwiGLU(After):
+    """The activation of an MLP, after gate and up."""
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        """What the layer of gate and up returned, [N, 2 I] or shares of it -> [N, I]."""
-        low, self.low = self.low, None
-        if low is None:
+        """gate_up [N, 2 I] -> [N, I]."""
+        sums = self.taken()
+        if sums is None:
             out: Tensor = self.plain(gate_up)
             return out
         from qerl_pl import decoding
 
-        return decoding.swiglu(gate_up, low, self.b)
+        y, low = sums
+        return decoding.swiglu(y, low, self.b)
+
+
+class Rotary(After):
+    """The rotary position embedding after q, k and v, which all three are views of one tensor when it is called."""
+
+    def take(self, y: Tensor, low: Tensor) -> Tensor:
+        out = y if y.dim() == 2 else torch.empty(y.shape[1:], dtype=self.b.dtype, device=y.device)
+        self.sums = y, low, out
+        return out
+
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [N], query and key [N, heads · D] -> both, rotated; the values get their adapter too."""
+        sums, plain = self.taken(), cast(Any, self.plain)
+        if sums is None:
+            rotated: tuple[Tensor, Tensor] = plain(positions, query, key)
+            return rotated
+        from qerl_pl import decoding
+
+        y, low, out = sums
+        cos_sin = plain._match_cos_sin_cache_dtype(query)
+        decoding.rotary(y, low, self.b, self.widths, positions, cos_sin, out)
+        return query, key
 
 
 def _tiles(widths: tuple[int, ...]) -> bool:
@@ -133,11 +171,30 @@ def install(
                 slots[name] = low, high
         layer.quant_method = AdapterMethod(layer.quant_method, a, b, widths, kernels)
     for module in model.modules():
-        mlp: Any = module
-        method = getattr(getattr(mlp, "gate_up_proj", None), "quant_method", None)
-        if isinstance(method, AdapterMethod) and method.kernels and type(mlp.act_fn).__name__ == "SiluAndMul":
-            mlp.act_fn = SwiGLU(mlp.act_fn, method)
+        place_after(module)
     return slots
+
+
+def place_after(module: Any) -> None:
+    """Let what follows gate and up in an MLP, or q, k and v in an attention, add their adapter."""
+
+    def method(layer: str) -> AdapterMethod | None:
+        found = getattr(getattr(module, layer, None), "quant_method", None)
+        return found if isinstance(found, AdapterMethod) and found.kernels else None
+
+    gate_up, qkv = method("gate_up_proj"), method("qkv_proj")
+    if gate_up is not None and type(module.act_fn).__name__ == "SiluAndMul":
+        module.act_fn = SwiGLU(module.act_fn, gate_up)
+    if qkv is not None and type(module).__name__ in ATTENTIONS and _rotates_halves(module):
+        module.rotary_emb = Rotary(module.rotary_emb, qkv)
+
+
+def _rotates_halves(attention: Any) -> bool:
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotary, normed = attention.rotary_emb, getattr(attention, "qk_norm", False)
+    plain = type(rotary).forward_cuda is RotaryEmbedding.forward_cuda and rotary.is_neox_style
+    return plain and not normed and rotary.rotary_dim == rotary.head_size >= 32
 
 
 @contextmanager

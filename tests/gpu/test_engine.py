@@ -13,6 +13,7 @@ from transformers import Qwen2Config
 from qerl_pl.checkpoint import Weights, stored_projection
 from qerl_pl.engine.base import CannotShareError, EngineSpec
 from qerl_pl.engine.vllm import VLLMEngine
+from qerl_pl.engine.vllm_adapter import Rotary
 from qerl_pl.packed import SharedLinear
 from qerl_pl.policy import Policy, copy_adapter
 from qerl_pl.types import Completion, Sampling
@@ -136,9 +137,11 @@ def test_the_kernels_in_use(case: Case) -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("NVFP4 by kernels of ours was tried on Hopper only")
 
-    module = dict(vllm_compat.model(case.engine._llm).named_modules())["model.layers.1.mlp.down_proj"]
+    modules = dict(vllm_compat.model(case.engine._llm).named_modules())
+    module, rotary = modules["model.layers.1.mlp.down_proj"], modules["model.layers.1.self_attn.rotary_emb"]
     kernels = vllm_kernels.choose(case.spec, case.engine.kernels, dense=False)
     assert hasattr(module, "humming") == kernels.nvfp4
+    assert isinstance(rotary, Rotary) == kernels.ours
     assert case.engine.notes == (() if kernels.note is None else (kernels.note,))
     quantized = isinstance(case.spec.quantization, NVFP4)
     assert kernels.nvfp4 == (quantized and case.engine.kernels and case.spec.config["hidden_size"] == 256)

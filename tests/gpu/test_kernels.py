@@ -172,3 +172,29 @@ def test_norm_of_a_decoding_step() -> None:
     assert torch.equal(on_gpu.cpu(), total)
     want = total.double() / (total.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
     torch.testing.assert_close(ours.double().cpu(), want, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 256])
+def test_rotary_with_the_adapter_of_q_k_and_v(rows: int) -> None:
+    """q, k, v of a 7B model, whose sums are rounded to BF16 before q and k are rotated, and once more after."""
+    generator = torch.Generator().manual_seed(0)
+    widths, rank, inputs, head = (3584, 512, 512), 32, 3584, 128
+    x, a, b, y = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((rows, inputs), (3 * rank, inputs), (sum(widths), rank), (rows, sum(widths)))
+    )
+    a, positions = a / 64, torch.randint(100, (rows,), generator=generator)
+    angles = torch.randn(100, head // 2, generator=generator)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1).bfloat16()
+    parts = []
+    for part, low, high in zip(y.double().split(widths, 1), a.split(rank), b.split(widths), strict=True):
+        value = (part + x.double() @ low.double().T @ high.double().T).bfloat16().double()
+        parts.append(value.view(rows, -1, head))
+    cos, sin = cos_sin[positions, None].double().chunk(2, -1)
+    for i in range(2):
+        low, high = parts[i].chunk(2, -1)
+        parts[i] = torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+    out = y.cuda()
+    z = decoding.shrink(x.cuda(), a.cuda())
+    decoding.rotary(out, z, b.cuda(), widths, positions.cuda(), cos_sin.cuda(), out)
+    assert error(out, torch.cat([part.flatten(1) for part in parts], 1)) < 6e-3
