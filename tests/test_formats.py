@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from registry.quantization import BF16, FORMATS, FP8, MXFP4, NF4, Int4, Int8, QuantFormat
+from registry.quantization import BF16, FORMATS, FP8, MXFP4, NF4, Int4, Int8, QuantFormat, packing
 from registry.quantization.packing import nibbles
 
 COMPRESSED = [MXFP4(), Int4(), Int4(32), Int4(None), Int8(), Int8(128), FP8()]
@@ -189,6 +189,24 @@ def test_rows_are_dequantized_in_parts_without_a_seam(name: str, monkeypatch: py
     whole = FORMATS[name]().dequantize(stored, torch.bfloat16)
     monkeypatch.setattr(packing, "_AT_ONCE", 7 * 256)  # 24 rows: 7, 7, 7 and 3
     assert torch.equal(FORMATS[name]().dequantize(stored, torch.bfloat16), whole)
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_numbers_do_not_depend_on_the_default_dtype(name: str) -> None:
+    """vLLM loads models with BF16 as PyTorch's default; tables made then must not be rounded, nor be kept so."""
+    weight = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)) * 0.05
+    [want] = FORMATS[name]().quantize([weight])
+    exact = FORMATS[name]().dequantize(want, torch.float32)
+    packing._pairs.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        [stored] = FORMATS[name]().quantize([weight])
+        dense = FORMATS[name]().dequantize(stored, torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(stored[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in want.items())
+    assert torch.equal(dense, exact)
+    assert torch.equal(FORMATS[name]().dequantize(want, torch.float32), exact)
 
 
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - {"bf16"}))

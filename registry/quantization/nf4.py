@@ -64,7 +64,7 @@ class NF4(QuantFormat):
 
     def _quantize(self, weight: Tensor) -> dict[str, Tensor]:
         scale = largest(weight, weight.shape[1] // 64)
-        values = torch.tensor(NF4_VALUES, device=weight.device)
+        values = torch.tensor(NF4_VALUES, dtype=torch.float32, device=weight.device)
         code = torch.bucketize(steps(weight, scale), (values[1:] + values[:-1]) / 2).to(torch.uint8)
         return {
             "weight": pack_nibbles(code.view(-1, 2).flip(1)),

@@ -32,8 +32,8 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 @cache
 def _pairs(values: tuple[float, ...], high_first: bool, device: torch.device) -> Tensor:
-    """The two numbers in each of the 256 bytes: [256, 2]."""
-    table = torch.tensor(values, device=device)
+    """The two numbers in each of the 256 bytes: FP32 [256, 2]."""
+    table = torch.tensor(values, dtype=torch.float32, device=device)  # vLLM loads models with BF16 as the default
     byte = torch.arange(256, device=device)
     halves = [table[byte & 0xF], table[byte >> 4]]
     return torch.stack(halves[::-1] if high_first else halves, dim=-1)
