@@ -66,8 +66,9 @@ __device__ __forceinline__ u32 pair(const unsigned short* p, bool valid) {
 
 struct Tile { uint4 words; u32 scales, x0, x1; };
 
+// x is not __restrict__: what is known to be constant may be loaded before await_inputs().
 extern "C" __global__ void __launch_bounds__(256, RESIDENT) decode_linear(
-    const unsigned short* __restrict__ x, const uint4* __restrict__ weight, const unsigned short* __restrict__ scales,
+    const unsigned short* x, const uint4* __restrict__ weight, const unsigned short* __restrict__ scales,
     const unsigned short* __restrict__ bias, float* __restrict__ y, const unsigned short* __restrict__ a,
     float* __restrict__ z, int tokens, int inputs, int outputs, int units, int shares, int columns, int z_blocks,
     float factor) {

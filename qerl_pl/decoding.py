@@ -40,12 +40,9 @@ def _plus(a, b):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _early(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Waits for what the kernels before have written. What is read before this, no kernel of a step writes; and the
-    kernel after may begin while this one runs, with what it too reads before.
-    """
+def _await(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Waits for what the kernels before have written. What is read before this, no kernel of a step writes."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
 
@@ -89,7 +86,7 @@ def _expand(  # type: ignore[no-untyped-def]
     inside = (m < rows)[:, None] & (n < width)[None, :]
     at = m[:, None].to(tl.int64) * width + n[None, :]
     right = _matrix(b, n, 0, width, rank, RANK)
-    _early(EARLY)
+    _await(EARLY)
     total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     for i in tl.static_range(1, SUMS):
         total += tl.load(y + at + i * rows * width, mask=inside, other=0.0).to(tl.float32)
@@ -110,7 +107,7 @@ def _swiglu(  # type: ignore[no-untyped-def]
     inside = (m < rows)[:, None] & (n < width)[None, :]
     at = m[:, None].to(tl.int64) * (2 * width) + n[None, :]
     of_gate, of_up = _matrix(b, n, 0, width, rank, RANK), _matrix(b + width * rank, n, 0, width, rank, RANK)
-    _early(EARLY)
+    _await(EARLY)
     gate = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(y + at + width, mask=inside, other=0.0).to(tl.float32)
     for i in tl.static_range(1, SUMS):
@@ -142,7 +139,7 @@ def _rotary(  # type: ignore[no-untyped-def]
     cos = tl.load(cos_sin + angle, mask=turned, other=1.0).to(tl.float32)
     sin = tl.load(cos_sin + angle + HALF, mask=turned, other=0.0).to(tl.float32)
     of_low, of_high = _matrix(b, n, 0, width, rank, RANK), _matrix(b, n + HALF, 0, width, rank, RANK)
-    _early(EARLY)
+    _await(EARLY)
     low = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(y + at + HALF, mask=inside, other=0.0).to(tl.float32)
     for i in tl.static_range(1, SUMS):
@@ -165,7 +162,7 @@ def _norm(  # type: ignore[no-untyped-def]
     k = tl.arange(0, WIDE)
     inside = k < width
     scales = tl.load(weight + k, mask=inside, other=0.0)
-    _early(EARLY)
+    _await(EARLY)
     value = tl.load(x + row // heads * outer + row % heads * inner + k, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * width + k, mask=inside, other=0.0).to(tl.float32)
@@ -275,7 +272,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 
 @cache
 def _launch(device: torch.device) -> dict[str, bool]:
-    """A launch may begin while the kernel before it runs, and waits before it reads what that one wrote: Hopper and
+    """A launch may begin while the kernel before it ends, and waits before it reads what that one wrote: Hopper and
     later.
     """
     early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

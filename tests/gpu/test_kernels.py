@@ -162,6 +162,43 @@ def test_a_layer_of_few_tokens(tokens: int) -> None:
     assert error(z.sum(0), x.double() @ a.double().T) < 1e-5
 
 
+def test_kernels_that_begin_early_wait_for_what_they_read() -> None:
+    """In a CUDA graph, where the next launch begins while a kernel ends or runs, as one after the other."""
+    size, rank, generator = 512, 32, torch.Generator().manual_seed(0)
+    packed, scales, scale = pack(
+        NVFP4().quantize([torch.randn(size, size, generator=generator) / size**0.5]), "humming"
+    )
+    a, b = torch.randn(rank, size, generator=generator) / size**0.5, torch.randn(size, rank, generator=generator)
+    on_gpu = [packed.cuda(), scales.cuda(), a.bfloat16().cuda(), b.bfloat16().cuda()]
+    norm = 1 + 0.1 * torch.randn(size, generator=generator).cuda()
+
+    def layers(x: Tensor, apart: bool) -> Tensor:
+        def done() -> None:
+            if apart:
+                torch.cuda.synchronize()
+
+        for _ in range(20):
+            x = decoding.rms_norm(x, None, norm, 1e-6)
+            done()
+            y, z = decode_linear(x, on_gpu[0], on_gpu[1], scale, None, on_gpu[2])
+            done()
+            x = decoding.expand(y, z, on_gpu[3], (size,))
+            done()
+        return x
+
+    x = torch.zeros(8, size, dtype=torch.bfloat16, device="cuda")
+    layers(x, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layers(x, False)
+    for _ in range(20):
+        x.copy_(torch.randn(8, size, generator=generator))
+        graph.replay()
+        together = out.clone()
+        assert torch.equal(together, layers(x.clone(), True))
+        assert together.isfinite().all()
+
+
 def test_norm_of_a_decoding_step() -> None:
     generator = torch.Generator().manual_seed(0)
     x, residual = (torch.randn(300, 3584, generator=generator).bfloat16() for _ in range(2))
