@@ -176,6 +176,15 @@ def draw(
     return drawn, used
 
 
+def why_held_out(algorithm: str, same: bool) -> str:
+    """Whether held-out texts calibrated, in words; ``same``: their shuffled order is that of the texts that did."""
+    if algorithm == "rtn":
+        return "and rounding calibrates on none"
+    if same:
+        return "drawn first in the shuffled order, so that no text of theirs calibrated"
+    return "whether the checkpoint was calibrated on them is not known"
+
+
 @dataclass(frozen=True)
 class Texts:
     """What was drawn, and what the card says of it."""
@@ -188,8 +197,7 @@ class Texts:
     def calibration(self) -> dict[str, Any] | None:
         return self._said(self.sequences["calibration"]) if "calibration" in self.sequences else None
 
-    def held_out(self) -> dict[str, Any]:
-        why = "drawn first in the shuffled order, so that no text of theirs calibrated"
+    def held_out(self, why: str) -> dict[str, Any]:
         return self._said(self.sequences["held_out"]) | {"why": why}
 
     def _said(self, drawn: Sequences) -> dict[str, Any]:

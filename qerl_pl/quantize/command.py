@@ -15,7 +15,7 @@ from pathlib import Path
 from qerl_pl.bench.machine import checkout, facts
 from qerl_pl.checkpoint import PROJECTIONS, Weights, prepare, projection, readable, resolve, write
 from qerl_pl.quantize.calibrated import ALGORITHMS, calibrate, check_algorithm, import_llmcompressor, settings
-from qerl_pl.quantize.calibration import DEFAULT, draw_texts
+from qerl_pl.quantize.calibration import DEFAULT, draw_texts, why_held_out
 from qerl_pl.quantize.quality import Checkpoint
 from qerl_pl.quantize.report import add_report, device_name, report_on, say, write_report
 from qerl_pl.random_model import is_random
@@ -157,7 +157,8 @@ def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args
             "model": given.model, "format": given.format, "group_size": given.group_size,
             "stored_as": stored_as(quantization.config), "algorithm": given.algorithm,
             "settings": settings(given.algorithm), "output": str(output),
-            "calibration": texts.calibration(), "held_out": texts.held_out(), "seed": given.seed,
+            "calibration": texts.calibration(), "held_out": texts.held_out(why_held_out(given.algorithm, same=True)),
+            "seed": given.seed,
             "bytes": {"before": before, "after": sum(f.stat().st_size for f in unfinished.glob("*.safetensors"))},
             "seconds": round(time.perf_counter() - started, 1), "warnings": warnings,
             "command": shlex.join(["qerl-pl", "quantize", *args]), "commit": checkout(), **facts(),

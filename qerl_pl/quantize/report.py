@@ -15,7 +15,7 @@ from typing import Any
 from qerl_pl.bench.results import device
 from qerl_pl.checkpoint import prepare
 from qerl_pl.quantize import card
-from qerl_pl.quantize.calibration import Texts, draw_texts
+from qerl_pl.quantize.calibration import Texts, draw_texts, why_held_out
 from qerl_pl.quantize.quality import Checkpoint, assess, unquantized
 from qerl_pl.stored import StoredOtherwiseError
 from registry.quantization import QuantFormat
@@ -41,6 +41,8 @@ def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) 
         raise ValueError(f"--model {given.model} is not the base of --report {given.report}: their sizes differ")
     earlier = given.report / REPORT
     made = json.loads(earlier.read_text())["made"] if earlier.is_file() else {}
+    if "command" not in made:  # others made it, from what is not known
+        made = {"model": given.model, "format": given.format, "algorithm": "not known"}
     texts = draw_texts(base, given, 0, say)
     used = made.get("calibration") or {}
     same = (used.get("source"), used.get("seed")) == (given.calibration, given.seed)
@@ -49,11 +51,7 @@ def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) 
             f"--held_out {given.held_out} × {given.max_length} reaches into the texts that {given.report} was "
             f"calibrated on (from {used['positions'][0]} on); lower it, or name other texts with --calibration"
         )
-    held = texts.held_out()
-    if not same:
-        held["why"] = "whether the checkpoint was calibrated on them is not known"
-    if not made:
-        made = {"model": given.model, "format": given.format, "algorithm": "not known"}
+    held = texts.held_out(why_held_out(made["algorithm"], same))
     stopped = f"stopped; {given.report} is as it was"
     add_report(given, base, Checkpoint(given.report, quantization), texts, made | {"held_out": held}, stopped)
 
@@ -70,7 +68,8 @@ def add_report(
     with tempfile.TemporaryDirectory(dir=folder, prefix=".report-") as place:
         new = Path(place)
         try:
-            quality = assess(unquantized(base), quantized, held, texts.prompts, tokens, given.seed, where, say)
+            found = assess(unquantized(base), quantized, held, texts.prompts, tokens, given.seed, where, say)
+            quality = {"base": given.model, **found}
             if given.task is not None:
                 (new / "task").mkdir()
                 quality["tasks"] = _tasks(given, base, folder, new / "task")
