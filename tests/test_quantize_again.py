@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from qerl_pl.checkpoint import Weights
-from tests.quantized import TINY, arguments, run
+from tests.quantized import TINY, arguments, refused, run
 
 pytest.importorskip("llmcompressor", reason="needs llm-compressor: pip install 'qerl-pl[quantize]'")
 
@@ -73,3 +73,24 @@ def test_both_seeds_are_said(there, texts, monkeypatch):
         (said,) = [line for line in text.splitlines() if line.startswith("Held-out text: ")]
         assert "Order of texts, and samples, by seed 5. " in said
     assert "seed 5" not in card.partition("## Quality")[0]
+
+
+@pytest.mark.parametrize(("size", "said"), [(32, "32"), ("null", "null")])
+def test_the_group_size_is_that_of_the_checkpoint(size, said, texts, tmp_path, monkeypatch, capsys):
+    out, given = tmp_path / "out", {"format": "int4", "sample_prompts": 0}
+    run(arguments(texts, output=out, group_size=size, **given), monkeypatch)
+    before = read(out)
+    run(arguments(texts, report=out, **given), monkeypatch)
+    assert read(out) == before
+    asked = refused(arguments(texts, report=out, group_size=64, **given), capsys, monkeypatch)
+    assert asked.endswith(f"which is not --format int4; give --format int4 and --group_size {said}")
+
+
+def test_a_folder_that_is_not_quantized(texts, tmp_path, monkeypatch, capsys):
+    """It is not rounded first: there would be nothing to report on."""
+    shutil.copytree(TINY, tmp_path / "plain")
+    said = refused(arguments(texts, report=tmp_path / "plain"), capsys, monkeypatch)
+    assert said.endswith(
+        f"--report {tmp_path / 'plain'} is not quantized; name a checkpoint of nvfp4, or make one with --output"
+    )
+    assert not (tmp_path / "cache").exists()

@@ -17,7 +17,7 @@ from qerl_pl.checkpoint import PROJECTIONS, Weights, prepare, projection, readab
 from qerl_pl.quantize.calibrated import ALGORITHMS, calibrate, check_algorithm, import_llmcompressor, settings
 from qerl_pl.quantize.calibration import DEFAULT, draw_texts, why_held_out
 from qerl_pl.quantize.quality import Checkpoint
-from qerl_pl.quantize.report import add_report, device_name, report_on, say, write_report
+from qerl_pl.quantize.report import add_report, device_name, report_on, say, stored_group_size, write_report
 from qerl_pl.random_model import is_random
 from qerl_pl.stored import stored_as
 from registry._import import ImportPathError, import_path
@@ -51,6 +51,9 @@ def quantize(args: Sequence[str]) -> None:
         raise ValueError(f"--task {given.task}: there is no such file; name a config of qerl-pl test")
     FORMATS.load_plugins()
     PROMPTS.load_plugins()
+    if given.report is not None:
+        stored = stored_group_size(given.report, given.format)
+        given.group_size = stored if given.group_size is None else given.group_size
     quantization = _format(given.format, given.group_size)
     try:
         base = resolve(given.model)

@@ -17,7 +17,7 @@ from qerl_pl.checkpoint import prepare
 from qerl_pl.quantize import card
 from qerl_pl.quantize.calibration import Texts, draw_texts, why_held_out
 from qerl_pl.quantize.quality import Checkpoint, assess, unquantized
-from qerl_pl.stored import StoredOtherwiseError
+from qerl_pl.stored import StoredOtherwiseError, fitting
 from registry.quantization import QuantFormat
 
 REPORT = "quality.json"
@@ -25,10 +25,24 @@ REPORT = "quality.json"
 PICTURE = "quality.png"
 
 
+def stored_group_size(folder: Path, format_: str) -> int | str | None:
+    """``--group_size`` of the checkpoint in ``folder``; None where it has the format's own, or another format."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"--report {folder} is no folder of a model; name one that holds config.json")
+    found = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    if found is None:
+        raise ValueError(
+            f"--report {folder} is not quantized; name a checkpoint of {format_}, or make one with --output"
+        )
+    name, settings = fitting(found) or ("", {})
+    if name != format_ or "group_size" not in settings:
+        return None
+    size: int | None = settings["group_size"]
+    return "null" if size is None else size
+
+
 def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) -> None:
     """``--report``: the report of a checkpoint that is there, ours or another's, beside its base."""
-    if not (given.report / "config.json").is_file():
-        raise ValueError(f"--report {given.report} is no folder of a model; name one that holds config.json")
     try:
         prepare(str(given.report), quantization)
     except StoredOtherwiseError as error:
