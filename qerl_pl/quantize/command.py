@@ -18,6 +18,7 @@ from qerl_pl.quantize.calibrated import ALGORITHMS, calibrate, check_algorithm, 
 from qerl_pl.quantize.calibration import DEFAULT, draw_texts, why_held_out
 from qerl_pl.quantize.quality import Checkpoint
 from qerl_pl.quantize.report import add_report, device_name, report_on, say, stored_group_size, write_report
+from qerl_pl.quantize.task import check_task
 from qerl_pl.random_model import is_random
 from qerl_pl.stored import stored_as
 from registry._import import ImportPathError, import_path
@@ -47,8 +48,6 @@ def quantize(args: Sequence[str]) -> None:
         raise ValueError(
             "give one of --output DIR, to quantize, and --report DIR, to report on a checkpoint that is there"
         )
-    if given.task is not None and not given.task.is_file():
-        raise ValueError(f"--task {given.task}: there is no such file; name a config of qerl-pl test")
     FORMATS.load_plugins()
     PROMPTS.load_plugins()
     if given.report is not None:
@@ -59,6 +58,8 @@ def quantize(args: Sequence[str]) -> None:
         base = resolve(given.model)
     except ValueError as error:  # "model: ..." of a config
         raise ValueError(f"--{error}") from error
+    if given.task is not None:
+        check_task(given, base)
     if given.report is not None:
         check_model(given.model, base, quantization)
         report_on(given, base, quantization)

@@ -3,12 +3,9 @@
 import argparse
 import itertools
 import json
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from qerl_pl.checkpoint import prepare
 from qerl_pl.quantize import card
 from qerl_pl.quantize.calibration import Texts, draw_texts, why_held_out
 from qerl_pl.quantize.quality import Checkpoint, assess, unquantized
+from qerl_pl.quantize.task import run_task
 from qerl_pl.stored import StoredOtherwiseError, fitting
 from registry.quantization import QuantFormat
 
@@ -82,11 +80,11 @@ def add_report(
     with tempfile.TemporaryDirectory(dir=folder, prefix=".report-") as place:
         new = Path(place)
         try:
-            found = assess(unquantized(base), quantized, held, texts.prompts, tokens, given.seed, where, say)
-            quality = {"base": given.model, **found}
-            if given.task is not None:
+            quality = {"base": given.model}
+            if given.task is not None:  # first: check_task cannot see all that is refused, such as too little memory
                 (new / "task").mkdir()
-                quality["tasks"] = _tasks(given, base, folder, new / "task")
+                quality["tasks"] = run_task(given, base, new / "task", say)
+            quality |= assess(unquantized(base), quantized, held, texts.prompts, tokens, given.seed, where, say)
             write_report(new, made, quality)
             stopped = f"stopped while the report was moved into {folder}: part of it is of before; make it again"
             move_in(new, folder)
@@ -132,28 +130,6 @@ def keep(folder: Path) -> Path:
         if (file := folder / name).exists():
             file.rename(file.with_stem(f"{file.stem}-{n}"))
     return folder / f"quality-{n}.json"
-
-
-def _tasks(given: argparse.Namespace, base: Path, quantized: Path, results: Path) -> dict[str, Any]:
-    """pass@1 of both by ``qerl-pl test``, paired; what it wrote goes to ``results/{base,quantized}.json``."""
-    from qerl_pl.comparison import compare, read
-
-    for name, model, format_ in (("base", base, "bf16"), ("quantized", quantized, given.format)):
-        say(f"report: {given.task} with the {name} model")
-        with tempfile.TemporaryDirectory() as runs:
-            chosen = ["--model.model", str(model.absolute()), "--model.quantization", format_, "--adapter", "none"]
-            if name == "quantized" and given.group_size is not None:
-                chosen += ["--model.quantization.group_size", str(given.group_size)]
-            place = ["--trainer.logger.save_dir", runs]
-            command = [sys.executable, "-m", "qerl_pl", "test", "--config", str(given.task), *chosen, *place]
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            found = list(Path(runs).rglob("results/test.json"))
-            if done.returncode or len(found) != 1:
-                said = done.stdout.strip().splitlines()
-                raise ValueError(f"--task {given.task}: qerl-pl test failed: {said[-1] if said else done.returncode}")
-            shutil.copy(found[0], results / f"{name}.json")
-    first, second = (read(results / f"{name}.json") for name in ("base", "quantized"))
-    return {name: asdict(difference) for name, difference in compare(first, second).items()}
 
 
 def write_report(folder: Path, made: Mapping[str, Any], quality: Mapping[str, Any] | None) -> None:
