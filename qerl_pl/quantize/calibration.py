@@ -137,9 +137,11 @@ def encode(tokenizer: Any, content: Content, generate: bool = False) -> list[int
 
 
 def draw(
-    tokenizer: Any, source: Source, wanted: Mapping[str, tuple[int, int]]
-) -> tuple[dict[str, Sequences], dict[str, list[Content]]]:
-    """For each purpose, in order, so many sequences of so many tokens; and the contents each was made of.
+    tokenizer: Any, source: Source, wanted: Mapping[str, tuple[int, int]],
+    options: str = "--num_samples, --held_out or --max_length",
+) -> tuple[dict[str, Sequences], dict[str, list[Content]]]:  # fmt: skip
+    """For each purpose, in order, so many sequences of so many tokens; and the contents each was made of. ``options``
+    are what can be lowered if there is too little text.
 
     A sequence starts with the beginning of a text; texts follow one another until it is full, and what is left of the
     last is dropped. So long texts are truncated, short ones packed, and no text serves two purposes.
@@ -164,7 +166,7 @@ def draw(
                 raise ValueError(
                     f"calibration shorter than asked: {source.name} has {have:,} of {count:,} × {length:,} = "
                     f"{count * length:,} tokens for {purpose}{before} ({len(source.order):,} rows); lower "
-                    "--num_samples, --held_out or --max_length, or give more text"
+                    f"{options}, or give more text"
                 )
             reached = position + 1
             contents.append(content)
