@@ -5,13 +5,14 @@
 
 Arguments behind ``--`` are those of ``qerl-pl fit``. Weights are rounded to nearest. Each format runs in a process of
 its own: pass@1 on the test prompts, entropy of its own samples at several temperatures, a few steps of ``fit``, and KL
-to BF16 on ``--texts``. All formats sample the same prompts, so that differences to BF16 are paired.
+to BF16 on ``--texts``. All formats sample the same prompts, so that differences to BF16 are paired. A second call with
+the same ``--output`` adds rows, and replaces those of the same model, format and settings.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
+import shlex
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -21,24 +22,25 @@ from statistics import fmean
 from typing import Any
 
 from qerl_pl.bench.log import series
-from qerl_pl.bench.machine import describe
-from qerl_pl.bench.results import choices, device
+from qerl_pl.bench.results import Results, choices, device
 from registry.quantization import FORMATS
 
 CHUNK = 32  # completions that go through the model at once
+SETTINGS = ("texts", "sequences", "length", "temperatures", "prompts", "samples", "steps")
+"""What makes rows of one model and format different, beside the arguments of ``fit``."""
 
 
-def alone(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def alone(name: str, options: argparse.Namespace, held: list[list[int]]) -> dict[str, Any]:
     """``run`` in a process of its own; if it fails, or is killed, that is its row."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
-            return pool.submit(run, name, options).result()
+            return pool.submit(run, name, options, held).result()
         except Exception as error:
             return {"format": name, "error": f"{type(error).__name__}: {error}"}
 
 
-def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One row of the result."""
+def run(name: str, options: argparse.Namespace, held: list[list[int]]) -> dict[str, Any]:
+    """One row of the result. held: [N][length] token ids for KL."""
     from qerl_pl.checkpoint import prepare, resolve
     from qerl_pl.demo import quiet_cli
     from qerl_pl.quantize.quality import Checkpoint, mean, unquantized, weight_errors
@@ -65,7 +67,7 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "bytes": sum(file.stat().st_size for file in quantized.folder.glob("*.safetensors")),
         "weight_error": fmean(e for kind in errors.values() for e in kind) if errors else 0.0,
         "weight_error_by_kind": {kind: fmean(e) for kind, e in errors.items()},
-        "kl": asdict(mean(divergence(base, quantized, options), least=0.0)),
+        "kl": asdict(mean(divergence(base, quantized, held), least=0.0)),
         "pass@1": rate,
         "entropy": {t: asdict(mean(values)) for t, values in entropies.items()},
         "entropy_by_prompt": {t: [float(f"{v:.4g}") for v in values] for t, values in entropies.items()},
@@ -99,18 +101,33 @@ def sample(cli: Any, options: argparse.Namespace, temperature: float) -> list[fl
     return list((torch.cat(sums).view(-1, sampling.n).sum(1) / tokens).tolist())
 
 
-def divergence(base: Any, quantized: Any, options: argparse.Namespace) -> list[float]:
-    """KL(BF16 || format) of the next token in nats, one number a sequence of ``--texts``."""
-    import torch
+def held_out(options: argparse.Namespace) -> list[list[int]]:
+    """The sequences of ``--texts``; ValueError if there are too few."""
     from transformers import AutoTokenizer
 
+    from qerl_pl.checkpoint import resolve
     from qerl_pl.quantize.calibration import Source, draw
+
+    try:
+        folder = resolve(options.model)
+    except ValueError as error:  # "model: ..." of a config
+        raise ValueError(f"--{error}") from error
+    wanted = {"held_out": (options.sequences, options.length)}
+    try:
+        source = Source(options.texts, 0)
+        drawn, _ = draw(AutoTokenizer.from_pretrained(folder), source, wanted, "--sequences or --length")
+    except ValueError as error:
+        raise ValueError(f"--texts {options.texts}: {error}") from error
+    return drawn["held_out"].tokens
+
+
+def divergence(base: Any, quantized: Any, held: list[list[int]]) -> list[float]:
+    """KL(BF16 || format) of the next token in nats, one number a sequence."""
+    import torch
+
     from qerl_pl.quantize.quality import compare, hidden_states
 
     where, dtype = device()
-    tokenizer = AutoTokenizer.from_pretrained(base.folder)
-    drawn, _ = draw(tokenizer, Source(options.texts, 0), {"held_out": (options.sequences, options.length)})
-    held = drawn["held_out"].tokens
     states = [hidden_states(c, held, where, getattr(torch, dtype)) for c in (base, quantized)]
     return compare(states[0], states[1], held, where).kl
 
@@ -177,18 +194,20 @@ def main() -> None:
         if getattr(options, name) < 2:
             parser.error(f"--{name} {getattr(options, name)}: an interval takes at least two")
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as the command line does
-    names, found = choices("formats", options.formats, list(FORMATS)), {}
-    said = {k: v for k, v in vars(options).items() if k not in ("output", "commit", "parallel")}
-    made = describe(options.commit) | {"arguments": said}
+    try:
+        names = choices("formats", options.formats, list(FORMATS))
+        results = Results("formats", options.output, options.commit)
+        held = held_out(options)
+    except ValueError as error:
+        parser.error(str(error))
+    settings = [word for name in SETTINGS for word in (f"--{name}", str(getattr(options, name)))]
+    what = {"model": options.model, "options": shlex.join([*settings, "--", *options.fit])}
     with ThreadPoolExecutor(options.parallel) as pool:
-        jobs = {pool.submit(alone, name, options): name for name in names}
+        jobs = [pool.submit(alone, name, options, held) for name in names]
         for job in as_completed(jobs):
             row = job.result()
-            found[row["format"]] = row
-            print(f"{row['format']}: {row.get('error', 'done')}", flush=True)
-            rows = [found[name] for name in names if name in found]
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(json.dumps(made | {"rows": rows}, indent=1) + "\n")
+            results.add(what | {"format": row.pop("format")}, row)
+    rows = sorted(results.rows, key=lambda row: names.index(row["format"]))
     print("\n" + table(rows, options.temperatures.split(",")))
     if any("error" in row for row in rows):
         sys.exit(1)

@@ -221,14 +221,17 @@ class RolloutDataModule(LightningDataModule):
     def test_dataloader(self) -> EvaluationRollouts:
         return self.evaluation("test")
 
-    def evaluation(self, split: str) -> EvaluationRollouts:
-        """Rollouts of all sets of validation or test."""
-        sets = self.sets(split)
-        if not sets:
+    def evaluated(self, split: str) -> dict[str, PromptSource]:
+        """The sources of validation or test by name; ValueError if there is none."""
+        if not (sets := self.sets(split)):
             raise ValueError(
                 f"data.{split}: no prompts are configured; name a source, as in {{class_path: file, init_args: ...}}"
             )
-        prompts = {name: self.prompts(split, name) for name in sets}
+        return sets
+
+    def evaluation(self, split: str) -> EvaluationRollouts:
+        """Rollouts of all sets of validation or test."""
+        prompts = {name: self.prompts(split, name) for name in self.evaluated(split)}
         return EvaluationRollouts(
             self.collector, prompts, self.eval_batch, self.eval_sampling, self.seed, *self._ranks()
         )

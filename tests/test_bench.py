@@ -308,22 +308,3 @@ def test_a_plot_names_the_runs_that_its_rows_are_from():
     runs = [{"date": f"2000-01-0{day}", "commit": commit} for day, commit in ((1, "a"), (2, "b"), (2, "c"))]
     rows = [{"run": 2}, {"run": 0}, {"run": 2}]
     assert plot._from({**runs[2], "runs": runs, "rows": rows}) == "2000-01-01, 2000-01-02 · a, c"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--temperatures", "1.0,hot"], "--temperatures 1.0,hot: numbers with commas"),
-        (["--temperatures", "0,1"], "--temperatures 0,1: entropy is that of sampling, above 0"),
-        (["--prompts", "1"], "--prompts 1: an interval takes at least two"),
-        (["--sequences", "1"], "--sequences 1: an interval takes at least two"),
-    ],
-)
-def test_formats_refuses_before_anything_runs(tmp_path, words, said):
-    words = ["--model", "none", "--texts", "none", "--output", str(tmp_path / "out.json"), *words]
-    done = subprocess.run(
-        [sys.executable, "benchmarks/formats.py", *words], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert not (tmp_path / "out.json").exists()

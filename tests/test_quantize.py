@@ -250,7 +250,7 @@ def test_int4_with_one_scale_an_output(texts, tmp_path, monkeypatch, capsys):
         return subprocess.CompletedProcess(words, len(asked) - 1, "enough")
 
     monkeypatch.setattr(subprocess, "run", test)
-    (tmp_path / "task.yaml").write_text("")
+    (tmp_path / "task.yaml").write_text("data: {eval_samples: 1}")
     assert "enough" in refused([*again[1:], "--task", str(tmp_path / "task.yaml")], capsys, monkeypatch)
     assert asked == [None, "null"]
 

@@ -194,7 +194,7 @@ def test_a_report_on_a_checkpoint_that_is_there(made, texts, tmp_path, monkeypat
 def test_accuracy_of_both_by_the_project_s_evaluation(made, texts, tmp_path, monkeypatch, capsys):
     """What ``qerl-pl test`` is asked for, and what becomes of its results; its own tests are in test_evaluation.py."""
     shutil.copytree(made["rtn"], tmp_path / "there")
-    (tmp_path / "task.yaml").write_text("")
+    (tmp_path / "task.yaml").write_text("data: {eval_samples: 1}")
     asked, right = [], {str(TINY): [1, 0, 0, 1], str(tmp_path / "there"): [1, 0, 0, 0]}
 
     def test(words, **how):

@@ -32,7 +32,7 @@ class Results:
         self.bench, self.output = bench, output
         self.rows: list[dict[str, Any]] = []
         self.failed: list[str] = []
-        old = json.loads(output.read_text()) if output is not None and output.is_file() else {"runs": [], "rows": []}
+        old = _read(output) if output is not None and output.is_file() else {"runs": [], "rows": []}
         self._old: list[dict[str, Any]] = old["rows"]
         run = describe(commit) if output is not None else {}
         self._runs: list[dict[str, Any]] = [*old["runs"], run]
@@ -43,7 +43,8 @@ class Results:
         what = {"bench": self.bench} | {key: value for key, value in what.items() if value is not None}
         values = {key: _short(value) for key, value in measured.items()}
         self.rows.append({**what, **values, "run": len(self._runs) - 1})
-        print(" ".join(f"{key}={value}" for key, value in {**what, **values}.items()), flush=True)
+        shown = {key: value for key, value in {**what, **values}.items() if not isinstance(value, dict | list)}
+        print(" ".join(f"{key}={value}" for key, value in shown.items()), flush=True)
         if self.output is not None:
             rows = [row for row in self._old if not any(_replaces(new, row) for new in self.rows)] + self.rows
             self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -72,6 +73,17 @@ class Results:
         print("\n" + table(self.rows))
         if self.failed:
             raise RuntimeError(f"bench {self.bench}: {len(self.failed)} candidates failed, first: {self.failed[0]}")
+
+
+def _read(output: Path) -> dict[str, Any]:
+    """The file of an earlier call; ValueError if it is another."""
+    try:
+        old: dict[str, Any] = json.loads(output.read_text())
+        if {"runs", "rows"} <= old.keys():
+            return old
+    except (ValueError, AttributeError):  # no text, no JSON, or no object
+        pass
+    raise ValueError(f"--output {output} holds no runs and rows; name another file, or remove it")
 
 
 def _replaces(new: dict[str, Any], old: dict[str, Any]) -> bool:

@@ -137,9 +137,11 @@ def encode(tokenizer: Any, content: Content, generate: bool = False) -> list[int
 
 
 def draw(
-    tokenizer: Any, source: Source, wanted: Mapping[str, tuple[int, int]]
-) -> tuple[dict[str, Sequences], dict[str, list[Content]]]:
-    """For each purpose, in order, so many sequences of so many tokens; and the contents each was made of.
+    tokenizer: Any, source: Source, wanted: Mapping[str, tuple[int, int]],
+    options: str = "--num_samples, --held_out or --max_length",
+) -> tuple[dict[str, Sequences], dict[str, list[Content]]]:  # fmt: skip
+    """For each purpose, in order, so many sequences of so many tokens; and the contents each was made of. ``options``
+    are what can be lowered if there is too little text.
 
     A sequence starts with the beginning of a text; texts follow one another until it is full, and what is left of the
     last is dropped. So long texts are truncated, short ones packed, and no text serves two purposes.
@@ -164,7 +166,7 @@ def draw(
                 raise ValueError(
                     f"calibration shorter than asked: {source.name} has {have:,} of {count:,} × {length:,} = "
                     f"{count * length:,} tokens for {purpose}{before} ({len(source.order):,} rows); lower "
-                    "--num_samples, --held_out or --max_length, or give more text"
+                    f"{options}, or give more text"
                 )
             reached = position + 1
             contents.append(content)
@@ -174,6 +176,15 @@ def draw(
                 tokens = []
         drawn[purpose], used[purpose] = Sequences(sequences, (first, reached), len(contents)), contents
     return drawn, used
+
+
+def why_held_out(algorithm: str, same: bool) -> str:
+    """Whether held-out texts calibrated, in words; ``same``: their shuffled order is that of the texts that did."""
+    if algorithm == "rtn":
+        return "and rounding calibrates on none"
+    if same:
+        return "drawn first in the shuffled order, so that no text of theirs calibrated"
+    return "whether the checkpoint was calibrated on them is not known"
 
 
 @dataclass(frozen=True)
@@ -188,8 +199,7 @@ class Texts:
     def calibration(self) -> dict[str, Any] | None:
         return self._said(self.sequences["calibration"]) if "calibration" in self.sequences else None
 
-    def held_out(self) -> dict[str, Any]:
-        why = "drawn first in the shuffled order, so that no text of theirs calibrated"
+    def held_out(self, why: str) -> dict[str, Any]:
         return self._said(self.sequences["held_out"]) | {"why": why}
 
     def _said(self, drawn: Sequences) -> dict[str, Any]:

@@ -47,14 +47,21 @@ def how(made: Mapping[str, Any], quality: Mapping[str, Any]) -> str:
     """What the numbers were measured on, in sentences."""
     held, own = made["held_out"], quality.get("sampling_entropy")
     said = f"Held-out text: {held['sequences']} × {held['length']:,} tokens of {held['source']}, {held['why']}. "
+    said += f"Order of texts, and samples, by seed {held['seed']}. "
     said += f"Arithmetic: {quality['arithmetic']}. "
     if own is not None:
         said += f"Own samples: {own['prompts']} held-out prompts, at most {own['max_tokens']} tokens. "
     return said + "Intervals are over sequences, or prompts."
 
 
+def beside(made: Mapping[str, Any], quality: Mapping[str, Any]) -> str:
+    """The base of the report, if it is not what the checkpoint was made from."""
+    return "" if quality["base"] == made["model"] else f"beside {quality['base']}"
+
+
 def report(made: Mapping[str, Any], quality: Mapping[str, Any]) -> str:
-    return f"# {made['format']} of {made['model']}\n\n{summary(quality)}\n\n{how(made, quality)}\n"
+    title = f"# {made['format']} of {made['model']} {beside(made, quality)}".strip()
+    return f"{title}\n\n{summary(quality)}\n\n{how(made, quality)}\n"
 
 
 def card(made: Mapping[str, Any], quality: Mapping[str, Any] | None) -> str:
@@ -68,9 +75,9 @@ def card(made: Mapping[str, Any], quality: Mapping[str, Any] | None) -> str:
     if calibration is not None:
         lines.append(
             ["calibration", f"{calibration['sequences']} sequences × {calibration['length']:,} = "
-             f"{calibration['tokens']:,} tokens of {calibration['source']}, {calibration['texts']} texts"]
+             f"{calibration['tokens']:,} tokens of {calibration['source']}, {calibration['texts']} texts "
+             f"in the order of seed {calibration['seed']}"]
         )  # fmt: skip
-    lines.append(["seed of the order of texts and of samples", str(made["seed"])])
     lines.append(["tensors, before and after", " → ".join(f"{sizes[k] / 1e9:.3f} GB" for k in ("before", "after"))])
     lines.append(["date, machine", f"{made['date']}, {made['machine']}"])
     lines.append(["versions", ", ".join(f"{k} {v}" for k, v in made["versions"].items())])
@@ -79,11 +86,12 @@ def card(made: Mapping[str, Any], quality: Mapping[str, Any] | None) -> str:
     head = f"---\nbase_model: {made['model']}\ntags: [quantized, {made['format']}, qerl-pl]\n---\n"
     use = f"qerl-pl fit --model.model {made['output']} --model.quantization {made['format']}"
     use += f" --model.quantization.group_size {made['group_size']}" if made.get("group_size") else ""
-    found = "no report yet: `qerl-pl quantize --report`"
+    heading, found = "## Quality", "no report yet: `qerl-pl quantize --report`"
     if quality is not None:
+        heading = ", ".join(filter(None, [heading, beside(made, quality)]))
         found = f"{summary(quality)}\n\n{how(made, quality)}"
     title = f"{head}# {made['model']} in {made['format']}"
-    return f"{title}\n\n{markdown(lines)}\n{warned}\n\n```bash\n{use}\n```\n\n## Quality\n{found}\n"
+    return f"{title}\n\n{markdown(lines)}\n{warned}\n\n```bash\n{use}\n```\n\n{heading}\n{found}\n"
 
 
 def draw(made: Mapping[str, Any], quality: Mapping[str, Any], target: Path) -> None:
@@ -126,5 +134,6 @@ def draw(made: Mapping[str, Any], quality: Mapping[str, Any], target: Path) -> N
     entropy.legend(frameon=False, fontsize=7, ncols=2, loc="upper left")
     for axis in (weights, kl, entropy):
         axis.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel(f"{made['model']} · {made['format']} · {made['algorithm']}", fontsize=7, color=GREY)
+    shown_of = [made["model"], made["format"], made["algorithm"], beside(made, quality)]
+    figure.supxlabel(" · ".join(filter(None, shown_of)), fontsize=7, color=GREY)
     figure.savefig(target, dpi=120)

@@ -15,9 +15,10 @@ from pathlib import Path
 from qerl_pl.bench.machine import checkout, facts
 from qerl_pl.checkpoint import PROJECTIONS, Weights, prepare, projection, readable, resolve, write
 from qerl_pl.quantize.calibrated import ALGORITHMS, calibrate, check_algorithm, import_llmcompressor, settings
-from qerl_pl.quantize.calibration import DEFAULT, draw_texts
+from qerl_pl.quantize.calibration import DEFAULT, draw_texts, why_held_out
 from qerl_pl.quantize.quality import Checkpoint
-from qerl_pl.quantize.report import add_report, device_name, report_on, say, write_report
+from qerl_pl.quantize.report import add_report, device_name, report_on, say, stored_group_size, write_report
+from qerl_pl.quantize.task import check_task
 from qerl_pl.random_model import is_random
 from qerl_pl.stored import stored_as
 from registry._import import ImportPathError, import_path
@@ -47,15 +48,18 @@ def quantize(args: Sequence[str]) -> None:
         raise ValueError(
             "give one of --output DIR, to quantize, and --report DIR, to report on a checkpoint that is there"
         )
-    if given.task is not None and not given.task.is_file():
-        raise ValueError(f"--task {given.task}: there is no such file; name a config of qerl-pl test")
     FORMATS.load_plugins()
     PROMPTS.load_plugins()
+    if given.report is not None:
+        stored = stored_group_size(given.report, given.format)
+        given.group_size = stored if given.group_size is None else given.group_size
     quantization = _format(given.format, given.group_size)
     try:
         base = resolve(given.model)
     except ValueError as error:  # "model: ..." of a config
         raise ValueError(f"--{error}") from error
+    if given.task is not None:
+        check_task(given, base)
     if given.report is not None:
         check_model(given.model, base, quantization)
         report_on(given, base, quantization)
@@ -157,7 +161,8 @@ def _make(given: argparse.Namespace, base: Path, quantization: QuantFormat, args
             "model": given.model, "format": given.format, "group_size": given.group_size,
             "stored_as": stored_as(quantization.config), "algorithm": given.algorithm,
             "settings": settings(given.algorithm), "output": str(output),
-            "calibration": texts.calibration(), "held_out": texts.held_out(), "seed": given.seed,
+            "calibration": texts.calibration(), "held_out": texts.held_out(why_held_out(given.algorithm, same=True)),
+            "seed": given.seed,
             "bytes": {"before": before, "after": sum(f.stat().st_size for f in unfinished.glob("*.safetensors"))},
             "seconds": round(time.perf_counter() - started, 1), "warnings": warnings,
             "command": shlex.join(["qerl-pl", "quantize", *args]), "commit": checkout(), **facts(),

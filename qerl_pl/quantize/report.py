@@ -3,21 +3,19 @@
 import argparse
 import itertools
 import json
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from qerl_pl.bench.results import device
 from qerl_pl.checkpoint import prepare
 from qerl_pl.quantize import card
-from qerl_pl.quantize.calibration import Texts, draw_texts
+from qerl_pl.quantize.calibration import Texts, draw_texts, why_held_out
 from qerl_pl.quantize.quality import Checkpoint, assess, unquantized
-from qerl_pl.stored import StoredOtherwiseError
+from qerl_pl.quantize.task import run_task
+from qerl_pl.stored import StoredOtherwiseError, fitting
 from registry.quantization import QuantFormat
 
 REPORT = "quality.json"
@@ -25,10 +23,24 @@ REPORT = "quality.json"
 PICTURE = "quality.png"
 
 
+def stored_group_size(folder: Path, format_: str) -> int | str | None:
+    """``--group_size`` of the checkpoint in ``folder``; None where it has the format's own, or another format."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"--report {folder} is no folder of a model; name one that holds config.json")
+    found = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    if found is None:
+        raise ValueError(
+            f"--report {folder} is not quantized; name a checkpoint of {format_}, or make one with --output"
+        )
+    name, settings = fitting(found) or ("", {})
+    if name != format_ or "group_size" not in settings:
+        return None
+    size: int | None = settings["group_size"]
+    return "null" if size is None else size
+
+
 def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) -> None:
     """``--report``: the report of a checkpoint that is there, ours or another's, beside its base."""
-    if not (given.report / "config.json").is_file():
-        raise ValueError(f"--report {given.report} is no folder of a model; name one that holds config.json")
     try:
         prepare(str(given.report), quantization)
     except StoredOtherwiseError as error:
@@ -41,6 +53,8 @@ def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) 
         raise ValueError(f"--model {given.model} is not the base of --report {given.report}: their sizes differ")
     earlier = given.report / REPORT
     made = json.loads(earlier.read_text())["made"] if earlier.is_file() else {}
+    if "command" not in made:  # others made it, from what is not known
+        made = {"model": given.model, "format": given.format, "algorithm": "not known"}
     texts = draw_texts(base, given, 0, say)
     used = made.get("calibration") or {}
     same = (used.get("source"), used.get("seed")) == (given.calibration, given.seed)
@@ -49,11 +63,7 @@ def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) 
             f"--held_out {given.held_out} × {given.max_length} reaches into the texts that {given.report} was "
             f"calibrated on (from {used['positions'][0]} on); lower it, or name other texts with --calibration"
         )
-    held = texts.held_out()
-    if not same:
-        held["why"] = "whether the checkpoint was calibrated on them is not known"
-    if not made:
-        made = {"model": given.model, "format": given.format, "algorithm": "not known"}
+    held = texts.held_out(why_held_out(made["algorithm"], same))
     stopped = f"stopped; {given.report} is as it was"
     add_report(given, base, Checkpoint(given.report, quantization), texts, made | {"held_out": held}, stopped)
 
@@ -70,10 +80,11 @@ def add_report(
     with tempfile.TemporaryDirectory(dir=folder, prefix=".report-") as place:
         new = Path(place)
         try:
-            quality = assess(unquantized(base), quantized, held, texts.prompts, tokens, given.seed, where, say)
-            if given.task is not None:
+            quality = {"base": given.model}
+            if given.task is not None:  # first: check_task cannot see all that is refused, such as too little memory
                 (new / "task").mkdir()
-                quality["tasks"] = _tasks(given, base, folder, new / "task")
+                quality["tasks"] = run_task(given, base, new / "task", say)
+            quality |= assess(unquantized(base), quantized, held, texts.prompts, tokens, given.seed, where, say)
             write_report(new, made, quality)
             stopped = f"stopped while the report was moved into {folder}: part of it is of before; make it again"
             move_in(new, folder)
@@ -119,28 +130,6 @@ def keep(folder: Path) -> Path:
         if (file := folder / name).exists():
             file.rename(file.with_stem(f"{file.stem}-{n}"))
     return folder / f"quality-{n}.json"
-
-
-def _tasks(given: argparse.Namespace, base: Path, quantized: Path, results: Path) -> dict[str, Any]:
-    """pass@1 of both by ``qerl-pl test``, paired; what it wrote goes to ``results/{base,quantized}.json``."""
-    from qerl_pl.comparison import compare, read
-
-    for name, model, format_ in (("base", base, "bf16"), ("quantized", quantized, given.format)):
-        say(f"report: {given.task} with the {name} model")
-        with tempfile.TemporaryDirectory() as runs:
-            chosen = ["--model.model", str(model.absolute()), "--model.quantization", format_, "--adapter", "none"]
-            if name == "quantized" and given.group_size is not None:
-                chosen += ["--model.quantization.group_size", str(given.group_size)]
-            place = ["--trainer.logger.save_dir", runs]
-            command = [sys.executable, "-m", "qerl_pl", "test", "--config", str(given.task), *chosen, *place]
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            found = list(Path(runs).rglob("results/test.json"))
-            if done.returncode or len(found) != 1:
-                said = done.stdout.strip().splitlines()
-                raise ValueError(f"--task {given.task}: qerl-pl test failed: {said[-1] if said else done.returncode}")
-            shutil.copy(found[0], results / f"{name}.json")
-    first, second = (read(results / f"{name}.json") for name in ("base", "quantized"))
-    return {name: asdict(difference) for name, difference in compare(first, second).items()}
 
 
 def write_report(folder: Path, made: Mapping[str, Any], quality: Mapping[str, Any] | None) -> None:

@@ -1,0 +1,119 @@
+"""benchmarks/formats.py without its runs: what it refuses, and what becomes of the rows of an earlier call."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.quantized import write_texts
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def formats(monkeypatch):
+    """The script as a module; ``formats.asked``: what it would have run."""
+    spec = importlib.util.spec_from_file_location("formats", ROOT / "benchmarks" / "formats.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.asked = []
+    monkeypatch.setattr(module, "alone", lambda name, *_: module.asked.append(name) or row(name))
+    return module
+
+
+def row(name: str, kl: float = 0.25) -> dict:
+    interval = {"value": kl, "low": 0.125, "high": 0.5}
+    return {
+        "format": name, "bits_per_weight": 4.5, "bytes": 2 * 10**9, "weight_error": 0.125, "weight_error_by_kind": {},
+        "kl": interval, "pass@1": interval, "entropy": {"1.0": interval, "0.5": interval},
+        "entropy_by_prompt": {"1.0": [0.1, 0.2], "0.5": [0.1, 0.2]}, "fit": {"seconds": 1.0},
+    }  # fmt: skip
+
+
+def call(script, monkeypatch, tmp_path, **more) -> None:
+    if not (tmp_path / "texts.jsonl").exists():
+        write_texts(tmp_path / "texts.jsonl")
+    given = {"model": "tiny", "texts": tmp_path / "texts.jsonl", "sequences": 2, "length": 32, "temperatures": "1.0",
+             "output": tmp_path / "out.json", "commit": "test"} | more  # fmt: skip
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["benchmarks/formats.py", *words, "--", "--config", "configs/tiny.yaml"])
+    script.main()
+
+
+def rows(path: Path, *names: str) -> list[tuple]:
+    return [tuple(r.get(name) for name in names) for r in json.loads(path.read_text())["rows"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--temperatures", "1.0,hot"], "--temperatures 1.0,hot: numbers with commas"),
+        (["--temperatures", "0,1"], "--temperatures 0,1: entropy is that of sampling, above 0"),
+        (["--prompts", "1"], "--prompts 1: an interval takes at least two"),
+        (["--sequences", "1"], "--sequences 1: an interval takes at least two"),
+    ],
+)
+def test_settings_are_refused_before_anything_runs(tmp_path, words, said):
+    words = ["--model", "none", "--texts", "none", "--output", str(tmp_path / "out.json"), *words]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/formats.py", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"texts": "no.txt"}, "--texts no.txt: calibration: there is no file no.txt"),
+        ({"texts": "no.jsonl"}, "--texts no.jsonl: there is no file no.jsonl"),
+        ({"texts": "gsm9k"}, "--texts gsm9k: unknown prompt source 'gsm9k'. Did you mean 'gsm8k'?"),
+        ({"texts": "{}/empty.txt"}, "empty.txt has 0 of 2 × 32 = 64 tokens for held_out (0 rows); lower --sequences "),
+        ({"texts": "{}/short.txt"}, "short.txt has 3 of 2 × 32 = 64 tokens for held_out (1 rows); lower --sequences or "
+         "--length, or give more text"),
+        ({"model": "./no"}, "--model: there is no folder './no'"),
+        ({"formats": "nvfp4,int5"}, "--formats: unknown int5; choose from bf16, fp8"),
+        ({"output": "{}/other.json"}, "other.json holds no runs and rows; name another file, or remove it"),
+        ({"output": "{}/short.txt"}, "short.txt holds no runs and rows; name another file, or remove it"),
+    ],
+)  # fmt: skip
+def test_files_are_refused_before_anything_runs(more, said, formats, tmp_path, monkeypatch, capsys):
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "short.txt").write_text("1 + 2")
+    (tmp_path / "other.json").write_text('{"rows": []}')
+    before = {f: f.read_bytes() for f in tmp_path.iterdir()}
+    with pytest.raises(SystemExit) as caught:
+        call(formats, monkeypatch, tmp_path, **{k: v.format(tmp_path) for k, v in more.items()})
+    assert caught.value.code == 2 and said in capsys.readouterr().err
+    assert formats.asked == []
+    assert {f: f.read_bytes() for f in tmp_path.iterdir() if f in before} == before
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_second_call_adds_rows(formats, tmp_path, monkeypatch, capsys):
+    """And replaces those that were measured with the same settings."""
+    out = tmp_path / "out.json"
+    call(formats, monkeypatch, tmp_path, formats="bf16,int4")
+    assert rows(out, "format", "run") == [("bf16", 0), ("int4", 0)]
+    assert rows(out, "bytes", "kl")[0] == (2 * 10**9, row("")["kl"])
+    monkeypatch.setattr(
+        formats, "alone", lambda name, *_: row(name, 0.75) if name == "int4" else {"format": name, "error": "e"}
+    )
+    with pytest.raises(SystemExit) as caught:
+        call(formats, monkeypatch, tmp_path, formats="int4,fp8")
+    assert caught.value.code == 1
+    found = [(f, run, kl and kl["value"], error) for f, run, kl, error in rows(out, "format", "run", "kl", "error")]
+    assert found == [("bf16", 0, 0.25, None), ("int4", 1, 0.75, None), ("fp8", 1, None, "e")]
+    capsys.readouterr()
+    call(formats, monkeypatch, tmp_path, formats="int4", temperatures="1.0,0.5")
+    assert rows(out, "format", "run") == [("bf16", 0), ("int4", 1), ("fp8", 1), ("int4", 2)]
+    result = json.loads(out.read_text())
+    asked = ["--formats bf16,int4", "--formats int4,fp8", "--temperatures 1.0,0.5"]
+    assert all(words in made["command"] for words, made in zip(asked, result["runs"], strict=True))
+    printed = capsys.readouterr().out
+    assert "| int4 | 2.000 | 12.5% | 0.7500 | 0.750 | 0.750 | 75.0% ± 18.8% |" in printed
+    assert "entropy_by_prompt" not in printed
