@@ -308,3 +308,8 @@ def test_a_plot_names_the_runs_that_its_rows_are_from():
     runs = [{"date": f"2000-01-0{day}", "commit": commit} for day, commit in ((1, "a"), (2, "b"), (2, "c"))]
     rows = [{"run": 2}, {"run": 0}, {"run": 2}]
     assert plot._from({**runs[2], "runs": runs, "rows": rows}) == "2000-01-01, 2000-01-02 · a, c"
+
+
+def test_numbers_on_an_axis_are_in_order():
+    assert plot._groups([{"batch": n} for n in (8, 256, 16)] + [{}], "batch") == [8, 16, 256]
+    assert plot._groups([{"model": m} for m in ("7B", "14B", "7B")], "model") == ["7B", "14B"]

@@ -150,7 +150,8 @@ def _grouped(axis: Any, panel: Panel, rows: list[dict[str, Any]]) -> None:
 
 
 def _groups(rows: list[dict[str, Any]], key: str) -> list[Any]:
-    return list(dict.fromkeys(row[key] for row in rows if key in row))
+    found = list(dict.fromkeys(row[key] for row in rows if key in row))
+    return sorted(found) if all(isinstance(group, int) for group in found) else found
 
 
 def _labels(row: dict[str, Any], group: str, rows: list[dict[str, Any]]) -> str:

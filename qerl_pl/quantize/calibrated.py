@@ -20,8 +20,10 @@ from registry.quantization import QuantFormat
 
 Say = Callable[[str], None]
 ALGORITHMS = ("awq", "gptq", "rtn")
-TOKENS_AT_ONCE = 2048
-"""Of one forward pass of a layer; a longer sequence is a batch of its own."""
+TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 16384}
+"""Of one forward pass of a layer; a longer sequence is a batch of its own. A GPU would wait for launches with fewer: AWQ
+makes some hundred passes a layer and batch.
+"""
 _KNOWN = ("No accelerator available", "Overriding weight observer")
 """Beginnings of warnings that say nothing new: the device is printed, and both observers take the extreme weights."""
 
@@ -104,7 +106,8 @@ def calibrate(
         others = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not is_projection(n)]
         modifiers = recipe(quantization, algorithm, others)
         rows = [{"input_ids": torch.tensor(s)} for s in sequences]
-        loader: Any = DataLoader(rows, batch_size=max(1, TOKENS_AT_ONCE // len(sequences[0])))  # type: ignore[arg-type]
+        at_once = TOKENS_AT_ONCE["cuda" if torch.cuda.is_available() else "cpu"]
+        loader: Any = DataLoader(rows, batch_size=max(1, at_once // len(sequences[0])))  # type: ignore[arg-type]
         layers = model.config.num_hidden_layers
         oneshot(
             model=model, recipe=[*modifiers, _progress(layers, say)], dataset=loader, pipeline="sequential",
