@@ -21,7 +21,7 @@ from registry.quantization import QuantFormat
 Say = Callable[[str], None]
 ALGORITHMS = ("awq", "gptq", "rtn")
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 16384}
-"""Of one forward pass of a layer; a longer sequence is a batch of its own. A GPU would wait for launches with fewer: AWQ
+"""Of one forward pass of a layer; a longer sequence is a batch of its own. With fewer a GPU waits for launches: AWQ
 makes some hundred passes a layer and batch.
 """
 _KNOWN = ("No accelerator available", "Overriding weight observer")
