@@ -1,4 +1,4 @@
-"""Kernels of a decoding step (Triton): what one adapter adds to a linear layer, and RMSNorm with FP32 weights.
+"""Kernels of a decoding step (Triton): what one adapter adds to a linear layer, with what follows it, and RMSNorm.
 
 A step of few tokens is bound by launches and by the bytes of weights, so what nothing runs beside is one kernel that
 reads nothing twice.

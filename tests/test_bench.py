@@ -313,3 +313,13 @@ def test_a_plot_names_the_runs_that_its_rows_are_from():
 def test_numbers_on_an_axis_are_in_order():
     assert plot._groups([{"batch": n} for n in (8, 256, 16)] + [{}], "batch") == [8, 16, 256]
     assert plot._groups([{"model": m} for m in ("7B", "14B", "7B")], "model") == ["7B", "14B"]
+
+
+def test_a_failure_does_not_take_the_place_of_what_was_measured(tmp_path):
+    results.Results("formats", tmp_path / "r.json").add({"model": "m", "format": "nvfp4"}, {"kl": 1.0})
+    results.Results("formats", tmp_path / "r.json").add({"model": "m", "format": "nvfp4"}, {"error": "no"})
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [row.get("kl", row.get("error")) for row in rows] == [1.0, "no"]
+    results.Results("formats", tmp_path / "r.json").add({"model": "m", "format": "nvfp4"}, {"kl": 2.0})
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [row["kl"] for row in rows] == [2.0]

@@ -84,7 +84,7 @@ def test_settings_are_refused_before_anything_runs(tmp_path, words, said):
 def test_files_are_refused_before_anything_runs(more, said, formats, tmp_path, monkeypatch, capsys):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "short.txt").write_text("1 + 2")
-    (tmp_path / "other.json").write_text('{"rows": []}')
+    (tmp_path / "other.json").write_text('{"runs": {}, "rows": 3}')
     before = {f: f.read_bytes() for f in tmp_path.iterdir()}
     with pytest.raises(SystemExit) as caught:
         call(formats, monkeypatch, tmp_path, **{k: v.format(tmp_path) for k, v in more.items()})

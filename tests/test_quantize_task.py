@@ -1,12 +1,15 @@
 """What qerl-pl quantize --task refuses, before anything else is done."""
 
+import os
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from qerl_pl.quantize import command, report
-from tests.quantized import arguments, refused
+from qerl_pl.quantize import command, report, task
+from tests.quantized import TINY, arguments, refused
 
 pytest.importorskip("llmcompressor", reason="needs llm-compressor: pip install 'qerl-pl[quantize]'")
 
@@ -54,3 +57,15 @@ def test_what_only_the_engine_refuses_comes_before_other_work(made, texts, tmp_p
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     words = arguments(texts, report=tmp_path / "there", task=tmp_path / "task.yaml")
     assert "task.yaml: qerl-pl test failed: qerl-pl: error: no memory" in refused(words, capsys, monkeypatch)
+
+
+def test_the_check_leaves_the_process_as_it_was(tmp_path, monkeypatch):
+    """Calibration and report run in it after."""
+    (tmp_path / "task.yaml").write_text("seed_everything: 5\ntrainer: {deterministic: true}")
+    for name in task.ENVIRONMENT[1:]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "77")
+    given = SimpleNamespace(task=tmp_path / "task.yaml", report=TINY, output=None, format="nvfp4", group_size=None)
+    task.check_task(given, TINY)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert [os.environ.get(name) for name in task.ENVIRONMENT] == ["77", None, None]

@@ -235,7 +235,9 @@ def test_rotary_only_where_nothing_is_done_before_it(decoding: ModuleType) -> No
     assert not replaced("Qwen2Attention", rotary_of(base, 32), qk_norm=True)
     assert not replaced("Qwen2Attention", rotary_of(base, 32, is_neox_style=False))
     assert not replaced("Qwen2Attention", rotary_of(base, 64, rotary_dim=32))
-    other = type("Other", (base.RotaryEmbedding,), {"forward_cuda": lambda *a: None})
-    rotary = rotary_of(base, 32)
-    rotary.__class__ = other
-    assert not replaced("Qwen2Attention", rotary)
+    assert not replaced("LlamaAttention", rotary_of(base, 96))  # no power of two
+    assert not replaced("LlamaAttention", torch.nn.Identity())  # as Phi-3's, which is no RotaryEmbedding
+    for name in ("forward_cuda", "forward_native"):
+        rotary = rotary_of(base, 32)
+        rotary.__class__ = type("Other", (base.RotaryEmbedding,), {name: lambda *a: None})
+        assert not replaced("Qwen2Attention", rotary)

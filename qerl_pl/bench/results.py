@@ -79,15 +79,19 @@ def _read(output: Path) -> dict[str, Any]:
     """The file of an earlier call; ValueError if it is another."""
     try:
         old: dict[str, Any] = json.loads(output.read_text())
-        if {"runs", "rows"} <= old.keys():
+        if isinstance(old["runs"], list) and isinstance(old["rows"], list):
             return old
-    except (ValueError, AttributeError):  # no text, no JSON, or no object
+    except (ValueError, LookupError, TypeError):  # no text, no JSON, or another
         pass
     raise ValueError(f"--output {output} holds no runs and rows; name another file, or remove it")
 
 
 def _replaces(new: dict[str, Any], old: dict[str, Any]) -> bool:
-    """Whether both measure the same. A candidate that failed has one row for all its batches or phases."""
+    """Whether both measure the same. A candidate that failed has one row for all its batches or phases, and what was
+    measured of it before is kept.
+    """
+    if "error" in new and "error" not in old:
+        return False
     keys = [key for key in IDENTITY if key in old or "error" not in old]
     return all(new.get(key) == old.get(key) for key in keys)
 

@@ -7,7 +7,7 @@ fused layer (q, k, v) has one matrix A and one B, and where only few tokens are 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -113,6 +113,10 @@ class SwiGLU(After):
 class Rotary(After):
     """The rotary position embedding after q, k and v, which all three are views of one tensor when it is called."""
 
+    def __init__(self, plain: Any, method: AdapterMethod) -> None:
+        super().__init__(plain, method)
+        self.cos_sin: Tensor = plain._match_cos_sin_cache_dtype(method.b)  # no launch of a step is to write it
+
     def take(self, y: Tensor, low: Tensor) -> Tensor:
         out = y if y.dim() == 2 else torch.empty(y.shape[1:], dtype=self.b.dtype, device=y.device)
         self.sums = y, low, out
@@ -120,15 +124,14 @@ class Rotary(After):
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """positions [N], query and key [N, heads · D] -> both, rotated; the values get their adapter too."""
-        sums, plain = self.taken(), cast(Any, self.plain)
+        sums = self.taken()
         if sums is None:
-            rotated: tuple[Tensor, Tensor] = plain(positions, query, key)
+            rotated: tuple[Tensor, Tensor] = self.plain(positions, query, key)
             return rotated
         from qerl_pl import decoding
 
         y, low, out = sums
-        cos_sin = plain._match_cos_sin_cache_dtype(query)
-        decoding.rotary(y, low, self.b, self.widths, positions, cos_sin, out)
+        decoding.rotary(y, low, self.b, self.widths, positions, self.cos_sin, out)
         return query, key
 
 
@@ -192,9 +195,13 @@ def place_after(module: Any) -> None:
 def _rotates_halves(attention: Any) -> bool:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    rotary, normed = attention.rotary_emb, getattr(attention, "qk_norm", False)
-    plain = type(rotary).forward_cuda is RotaryEmbedding.forward_cuda and rotary.is_neox_style
-    return plain and not normed and rotary.rotary_dim == rotary.head_size >= 32
+    rotary, kind = attention.rotary_emb, type(attention.rotary_emb)
+    if not isinstance(rotary, RotaryEmbedding) or getattr(attention, "qk_norm", False):
+        return False
+    names = ("forward_native", "forward_cuda")
+    plain = all(getattr(kind, name) is getattr(RotaryEmbedding, name) for name in names) and rotary.is_neox_style
+    size = rotary.head_size
+    return plain and rotary.rotary_dim == size >= 32 and size & (size - 1) == 0  # Triton's tiles are powers of two
 
 
 @contextmanager

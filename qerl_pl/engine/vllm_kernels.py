@@ -15,7 +15,7 @@ from registry.quantization import NVFP4, QuantFormat
 
 @dataclass(frozen=True)
 class Kernels:
-    """``ours``: adapter, norms and SwiGLU. ``nvfp4``: linear layers. ``note``: what is left out, for the user."""
+    """``ours``: adapter, norms, SwiGLU, rotation. ``nvfp4``: linear layers. ``note``: what is left out, and why."""
 
     ours: bool = False
     nvfp4: bool = False

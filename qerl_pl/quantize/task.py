@@ -4,14 +4,19 @@ import argparse
 import contextlib
 import io
 import logging
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
+
+ENVIRONMENT = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "CUBLAS_WORKSPACE_CONFIG")  # Lightning's, of seed and determinism
 
 
 def _words(given: argparse.Namespace, base: Path, name: str, runs: str) -> list[str]:
@@ -46,16 +51,30 @@ def check_task(given: argparse.Namespace, base: Path) -> None:
                 len(source)  # reads it
             assert data.correctness
 
-    logged = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # of seeds and devices, as if it were run
     try:
-        for name in ("base", "quantized"):
-            Built(_words(given, base, name, "runs"))
+        with _as_it_was():
+            for name in ("base", "quantized"):
+                Built(_words(given, base, name, "runs"))
     except (SystemExit, ValueError, ImportError, OSError, MisconfigurationException) as error:
         why = said.getvalue().strip().rpartition("\n")[2].removeprefix("qerl-pl: error: ")
         raise ValueError(f"--task {given.task}: {why if isinstance(error, SystemExit) else error}") from error
+
+
+@contextlib.contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Without the messages of a Trainer that is built, and what it sets for the whole process taken back after."""
+    logged, deterministic = logging.root.manager.disable, torch.are_deterministic_algorithms_enabled()
+    environment = {name: os.environ.get(name) for name in ENVIRONMENT}
+    logging.disable(logging.WARNING)
+    try:
+        yield
     finally:
         logging.disable(logged)
+        torch.use_deterministic_algorithms(deterministic)
+        for name, value in environment.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def run_task(given: argparse.Namespace, base: Path, results: Path, say: Callable[[str], None]) -> dict[str, Any]:
