@@ -47,6 +47,15 @@ def _await(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _sum(y, at, inside, share, SUMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of SUMS tensors, ``share`` numbers behind one another."""
+    total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, SUMS):
+        total += tl.load(y + at + i * share, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _matrix(b, n, begin, width, rank, RANK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rows n and RANK columns of b [width, rank]."""
     r = begin + tl.arange(0, RANK)
@@ -87,9 +96,7 @@ def _expand(  # type: ignore[no-untyped-def]
     at = m[:, None].to(tl.int64) * width + n[None, :]
     right = _matrix(b, n, 0, width, rank, RANK)
     _await(EARLY)
-    total = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-    for i in tl.static_range(1, SUMS):
-        total += tl.load(y + at + i * rows * width, mask=inside, other=0.0).to(tl.float32)
+    total = _sum(y, at, inside, rows * width, SUMS)
     total = _low_rank(total, right, z, b, m, n, rows, width, rank, columns, part * rank, SHARES, ROWS, RANK)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
@@ -108,11 +115,8 @@ def _swiglu(  # type: ignore[no-untyped-def]
     at = m[:, None].to(tl.int64) * (2 * width) + n[None, :]
     of_gate, of_up = _matrix(b, n, 0, width, rank, RANK), _matrix(b + width * rank, n, 0, width, rank, RANK)
     _await(EARLY)
-    gate = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(y + at + width, mask=inside, other=0.0).to(tl.float32)
-    for i in tl.static_range(1, SUMS):
-        gate += tl.load(y + at + i * rows * 2 * width, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(y + at + width + i * rows * 2 * width, mask=inside, other=0.0).to(tl.float32)
+    gate = _sum(y, at, inside, rows * 2 * width, SUMS)
+    up = _sum(y, at + width, inside, rows * 2 * width, SUMS)
     gate = _low_rank(gate, of_gate, z, b, m, n, rows, width, rank, columns, 0, SHARES, ROWS, RANK)
     up = _low_rank(up, of_up, z, b + width * rank, m, n, rows, width, rank, columns, rank, SHARES, ROWS, RANK)
     gate = gate.to(out.dtype.element_ty).to(tl.float32)
@@ -140,11 +144,8 @@ def _rotary(  # type: ignore[no-untyped-def]
     sin = tl.load(cos_sin + angle + HALF, mask=turned, other=0.0).to(tl.float32)
     of_low, of_high = _matrix(b, n, 0, width, rank, RANK), _matrix(b, n + HALF, 0, width, rank, RANK)
     _await(EARLY)
-    low = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(y + at + HALF, mask=inside, other=0.0).to(tl.float32)
-    for i in tl.static_range(1, SUMS):
-        low += tl.load(y + at + i * rows * width, mask=inside, other=0.0).to(tl.float32)
-        high += tl.load(y + at + HALF + i * rows * width, mask=inside, other=0.0).to(tl.float32)
+    low = _sum(y, at, inside, rows * width, SUMS)
+    high = _sum(y, at + HALF, inside, rows * width, SUMS)
     low = _low_rank(low, of_low, z, b, m, n, rows, width, rank, columns, part * rank, SHARES, ROWS, RANK)
     high = _low_rank(high, of_high, z, b, m, n + HALF, rows, width, rank, columns, part * rank, SHARES, ROWS, RANK)
     low = low.to(out.dtype.element_ty).to(tl.float32)
