@@ -195,6 +195,15 @@ def test_rows_are_dequantized_in_parts_without_a_seam(name: str, monkeypatch: py
 def test_numbers_do_not_depend_on_the_default_dtype(name: str) -> None:
     """vLLM loads models with BF16 as PyTorch's default; tables made then must not be rounded, nor be kept so."""
     weight = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)) * 0.05
+
+    def filled() -> list[Tensor]:
+        tensors = []
+        for key, (shape, dtype) in FORMATS[name]().layout(4, 256).items():
+            tensors.append(torch.empty(shape, dtype=dtype))
+            FORMATS[name]().fill_random(key, tensors[-1], (4, 256), 0.02, torch.Generator().manual_seed(0))
+        return tensors
+
+    drawn = filled()
     [want] = FORMATS[name]().quantize([weight])
     exact = FORMATS[name]().dequantize(want, torch.float32)
     packing._pairs.cache_clear()
@@ -202,10 +211,12 @@ def test_numbers_do_not_depend_on_the_default_dtype(name: str) -> None:
     try:
         [stored] = FORMATS[name]().quantize([weight])
         dense = FORMATS[name]().dequantize(stored, torch.float32)
+        again = filled()
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(torch.equal(stored[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in want.items())
     assert torch.equal(dense, exact)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(drawn, again, strict=True))
     assert torch.equal(FORMATS[name]().dequantize(want, torch.float32), exact)
 
 

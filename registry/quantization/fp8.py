@@ -48,5 +48,5 @@ class FP8(QuantFormat):
         if key == "weight_scale":
             tensor.fill_(std / _SPREAD)
         else:
-            normal = torch.randn(shape, generator=generator, device=tensor.device)
+            normal = torch.randn(shape, generator=generator, dtype=torch.float32, device=tensor.device)
             tensor.copy_(normal.mul_(_SPREAD).clamp_(-E4M3_MAX, E4M3_MAX))

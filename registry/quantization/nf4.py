@@ -88,7 +88,8 @@ class NF4(QuantFormat):
             square = mean_square(NF4_VALUES) * 13 / 12  # 1 + the variance of the scales
             tensor.uniform_(0.5, 1.5, generator=generator).mul_(std / square**0.5)
         else:
-            tensor.copy_(torch.tensor(NF4_VALUES if key == "weight.quant_map" else list(_state(*shape))))
+            numbers = NF4_VALUES if key == "weight.quant_map" else list(_state(*shape))
+            tensor.copy_(torch.tensor(numbers, dtype=tensor.dtype))
 
 
 def _state(out_features: int, in_features: int) -> bytes:
