@@ -41,8 +41,11 @@ def _plus(a, b):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _await(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Waits for what the kernels before have written. What is read before this, no kernel of a step writes."""
+    """Waits for what the kernels before have written. What is read before this, no kernel of a step writes; and the
+    kernel after may begin while this one runs, with what it too reads before.
+    """
     if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
 
@@ -273,7 +276,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
 
 @cache
 def _launch(device: torch.device) -> dict[str, bool]:
-    """A launch may begin while the kernel before it ends, and waits before it reads what that one wrote: Hopper and
+    """A launch may begin while the kernel before it runs, and waits before it reads what that one wrote: Hopper and
     later.
     """
     early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
