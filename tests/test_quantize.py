@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 from qerl_pl.checkpoint import Weights, prepare
 from qerl_pl.engine.base import EngineSpec
@@ -130,6 +132,23 @@ def test_calibration_lowers_the_error_of_outputs(made, texts):
         model(torch.tensor(chosen))
         changes[algorithm] = (outputs["now"] - expected).norm().item()
     assert changes["awq"] < 0.97 * changes["rtn"], changes
+
+
+@pytest.mark.parametrize("algorithm", ["gptq", "awq"])
+def test_no_attention_of_all_heads_is_kept(algorithm, texts, tmp_path, monkeypatch):
+    """AWQ keeps what a block's attention returns for every sequence, with eager attention that is [heads, T, T] too."""
+    returned, real = [], Qwen2Attention.forward
+
+    def forward(self, *args, **kwargs):
+        returned.append(real(self, *args, **kwargs))
+        return returned[-1]
+
+    monkeypatch.setattr(Qwen2Attention, "forward", forward)
+    sequences = drawn(texts)["calibration"].tokens[:2]
+    calibrate(TINY, NVFP4(), algorithm, sequences, tmp_path, lambda said: None)
+    assert len(returned) >= 2 * 5
+    assert all(weights is None for _, weights in returned)
+    assert "eager" not in ALL_ATTENTION_FUNCTIONS
 
 
 def test_free_space_is_computed_to_the_byte_before_anything_starts(made):
