@@ -20,7 +20,7 @@ ROWS = 32  # tokens of a tile, at most
 @triton.jit  # type: ignore[untyped-decorator]
 def _shrink(x, a, z, rows, inputs, stride, outputs, chunk, ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr):  # type: ignore[no-untyped-def]
     """One share of the inputs: z [shares, rows, outputs] = x [rows, inputs] a [outputs, inputs]ᵀ."""
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     r = tl.program_id(1) * OUT + tl.arange(0, OUT)
     begin = tl.program_id(2) * chunk
     total = tl.full([ROWS, OUT], 0.0, tl.float32)

@@ -18,7 +18,7 @@ from registry.quantization import BF16, NVFP4, QuantFormat
 from tests.test_marlin import interpreted
 
 WIDTHS, RANK, INPUTS = (64, 32), 4, 48
-LIMIT = vllm_adapter.KERNEL_ROWS
+MANY = 600  # tokens, as of prompts
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def adapted(widths: tuple[int, ...], kernels: bool) -> tuple[Any, Linear]:
 
 
 @pytest.mark.parametrize("few", [False, True])
-@pytest.mark.parametrize("rows", [1, 8, 9, LIMIT + 1])
+@pytest.mark.parametrize("rows", [1, 8, 9, MANY])
 def test_kernels_and_plain_products_agree(decoding: ModuleType, rows: int, few: bool) -> None:
     """With a kernel for few tokens too, which leaves shares of both sums."""
     x, bias = torch.randn(rows, INPUTS), torch.randn(sum(WIDTHS))
@@ -85,17 +85,18 @@ def test_swiglu_adds_the_adapter_of_gate_and_up(decoding: ModuleType) -> None:
     activation = vllm_adapter.SwiGLU(plain, method)
     layer = SimpleNamespace()
 
+    # In FP32, of values of up to some hundred that cancel out here and there.
     def want(x: Tensor) -> Tensor:
         y = linear.apply(layer, x)
         method.add(y, x)
         return plain(y)
 
-    for rows in (3, LIMIT + 1, 5):
+    for rows in (3, MANY, 5):
         x = torch.randn(rows, INPUTS)
-        torch.testing.assert_close(activation(method.apply(layer, x)), want(x), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(activation(method.apply(layer, x)), want(x), rtol=1e-4, atol=1e-3)
     method.apply(layer, torch.randn(3, INPUTS))  # interrupted here
-    x = torch.randn(LIMIT + 1, INPUTS)
-    torch.testing.assert_close(activation(method.apply(layer, x)), want(x), rtol=1e-5, atol=1e-4)
+    x = torch.randn(MANY, INPUTS)
+    torch.testing.assert_close(activation(method.apply(layer, x)), want(x), rtol=1e-4, atol=1e-3)
 
 
 def test_kernels_only_where_tiles_fit(decoding: ModuleType) -> None:
@@ -206,7 +207,7 @@ def test_rotary_adds_the_adapter_of_q_k_and_v(decoding: ModuleType, few: bool) -
         q, k, v = y.split(widths, -1)
         return torch.cat([*plain(positions, q, k), v], -1)
 
-    for rows in (3, 40, LIMIT + 1, 5):
+    for rows in (3, 40, MANY, 5):
         x, positions = torch.randn(rows, INPUTS), torch.randint(90, (rows,))
         got = attention(positions, x, widths)
         torch.testing.assert_close(got, want(positions, x), rtol=1e-5, atol=1e-4)

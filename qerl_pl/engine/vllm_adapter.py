@@ -1,7 +1,7 @@
 """One LoRA adapter inside vLLM's linear layers, in buffers that are written in place.
 
 RL samples with one adapter, the same for every request. vLLM's own LoRA chooses one of several for each token; here a
-fused layer (q, k, v) has one matrix A and one B, and where only few tokens are computed A x runs beside the layer.
+fused layer (q, k, v) has one matrix A and one B, A x runs beside the layer, and B is added by what reads its output.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from qerl_pl.checkpoint import PROJECTIONS
-
-KERNEL_ROWS = 512
-"""Up to so many tokens the adapter's two products are kernels of our own; of more, cuBLAS is as fast."""
 
 ATTENTIONS = ("Qwen2Attention", "LlamaAttention")
 """vLLM's classes that do nothing with q, k and v before they rotate q and k."""
@@ -42,9 +39,7 @@ class AdapterMethod:
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in] -> [..., out]; before an :class:`After` it is what that makes of it."""
         rows = x.reshape(-1, x.shape[-1])
-        if not self.kernels or len(rows) > KERNEL_ROWS:
-            if self.after is not None:
-                self.after.sums = None  # of a pass that was interrupted
+        if not self.kernels:
             y = self.method.apply(layer, x, bias)
             self.add(y.view(-1, y.shape[-1]), rows)
             return y

@@ -111,7 +111,7 @@ def test_linear_with_adapter() -> None:
     assert run("cuda", torch.bfloat16)[3].dtype == torch.float32
 
 
-@pytest.mark.parametrize("rows", [1, 8, 256])
+@pytest.mark.parametrize("rows", [1, 8, 256, 4096])
 def test_the_adapter_of_a_decoding_step(rows: int) -> None:
     """q, k, v of a 7B model and rank 32; y is rounded once more than the reference."""
     generator = torch.Generator().manual_seed(0)
@@ -129,7 +129,7 @@ def test_the_adapter_of_a_decoding_step(rows: int) -> None:
     assert error(decoding.expand(y.cuda(), z, b.cuda(), widths), want) < 4e-3
 
 
-@pytest.mark.parametrize("rows", [1, 8, 256])
+@pytest.mark.parametrize("rows", [1, 8, 256, 4096])
 def test_swiglu_with_the_adapter_of_gate_and_up(rows: int) -> None:
     """Gate and up are rounded to BF16 before the product, and the product once more."""
     generator = torch.Generator().manual_seed(0)
@@ -211,7 +211,7 @@ def test_norm_of_a_decoding_step() -> None:
     torch.testing.assert_close(ours.double().cpu(), want, rtol=2**-8, atol=0)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 256])
+@pytest.mark.parametrize("rows", [1, 8, 256, 4096])
 def test_rotary_with_the_adapter_of_q_k_and_v(rows: int) -> None:
     """q, k, v of a 7B model, whose sums are rounded to BF16 before q and k are rotated, and once more after."""
     generator = torch.Generator().manual_seed(0)
