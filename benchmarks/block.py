@@ -28,7 +28,7 @@ Block = Callable[[Tensor, Tensor], Tensor]
 
 def block(shape: dict[str, Any], rank: int, seed: int) -> Block:
     """Of random weights: (x [N, H], positions [N]) -> [N, H]; ``rank`` 0 is without LoRA."""
-    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -45,7 +45,8 @@ def block(shape: dict[str, Any], rank: int, seed: int) -> Block:
             a = (torch.randn(len(parts) * rank, inputs, device="cuda") / inputs**0.5).bfloat16()
             b = torch.randn(sum(parts), rank, device="cuda").bfloat16()
             methods[name] = AdapterMethod(methods[name], a, b, parts, True)
-    with set_current_vllm_config(VllmConfig()):
+    kernels = CompilationConfig(custom_ops=["all"])  # as in the engine, which compiles nothing
+    with set_current_vllm_config(VllmConfig(compilation_config=kernels)):
         activation: Any = SiluAndMul()
         rotary: Any = RotaryEmbedding(HEAD, HEAD, POSITIONS, 1e6, True, torch.bfloat16).cuda()
     if rank:
