@@ -50,7 +50,7 @@ def block(shape: dict[str, Any], rank: int, seed: int) -> Block:
         activation: Any = SiluAndMul()
         rotary: Any = RotaryEmbedding(HEAD, HEAD, POSITIONS, 1e6, True, torch.bfloat16).cuda()
     if rank:
-        activation, rotary = SwiGLU(activation, methods["gate_up"]), Rotary(rotary, methods["qkv"])
+        activation, rotary = SwiGLU(methods["gate_up"]), Rotary(rotary, methods["qkv"])
     norm = torch.ones(hidden, device="cuda")
 
     def run(x: Tensor, positions: Tensor) -> Tensor:

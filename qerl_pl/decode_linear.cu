@@ -42,7 +42,7 @@ __device__ __forceinline__ void twice(u32 pair, u32& low, u32& high) {
   asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; mov.b32 %0, {l, l}; mov.b32 %1, {h, h};}" : "=r"(low), "=r"(high) : "r"(pair));
 }
 
-// The launch may begin while the kernel before it ends; what that one wrote is there after this.
+// The launch may begin while the kernel before it runs; what that one wrote is there after this.
 __device__ __forceinline__ void await_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 #endif  // otherwise a test defines these for a CPU
 

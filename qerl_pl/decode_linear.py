@@ -80,7 +80,7 @@ def _check(result: tuple[Any, ...]) -> Any:
 
 
 def _launch(kernel: Any, blocks: int, tensors: list[Tensor | None], sizes: list[int], factor: float) -> None:
-    """On the current stream, and already while the kernel before it ends: weights can be read meanwhile."""
+    """On the current stream, and already while the kernel before it runs: weights can be read meanwhile."""
     from cuda.bindings import driver
 
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

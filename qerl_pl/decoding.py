@@ -190,14 +190,14 @@ def shrink(x: Tensor, a: Tensor, stream: torch.cuda.Stream | None = None) -> Ten
     shares = 1 << (most.bit_length() - 1)
     chunk = triton.cdiv(triton.cdiv(inputs, shares), COLUMNS) * COLUMNS
     # One tensor, as what is returned must keep the shares from being reused before ``stream`` has got that far.
-    z = torch.empty(1 + shares, rows, outputs, dtype=torch.float32, device=x.device)
-    total, parts = z[:1], z[1:]
+    several = int(shares > 1)
+    z = torch.empty(several + shares, rows, outputs, dtype=torch.float32, device=x.device)
+    total, parts = z[:1], z[several:]
     grid = (triton.cdiv(rows, m), triton.cdiv(outputs, r), shares)
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         _shrink[grid](x, a, parts, rows, inputs, x.stride(0), outputs, chunk, ROWS=m, OUT=r, IN=COLUMNS)
-        if shares == 1:
-            return parts
-        torch.sum(parts, 0, keepdim=True, out=total)  # here it is beside the layer; what adds z is not
+        if several:  # here it is beside the layer; what adds z is not
+            torch.sum(parts, 0, keepdim=True, out=total)
     return total
 
 

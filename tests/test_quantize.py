@@ -17,7 +17,7 @@ from qerl_pl.checkpoint import Weights, prepare
 from qerl_pl.engine.base import EngineSpec
 from qerl_pl.model import build_model
 from qerl_pl.quantize import command, report
-from qerl_pl.quantize.calibrated import calibrate
+from qerl_pl.quantize.calibrated import _lean_attention, calibrate
 from qerl_pl.quantize.quality import Checkpoint, unquantized, weight_errors
 from qerl_pl.types import Sampling
 from registry.quantization import NVFP4, Int4
@@ -149,6 +149,13 @@ def test_no_attention_of_all_heads_is_kept(algorithm, texts, tmp_path, monkeypat
     assert len(returned) >= 2 * 5
     assert all(weights is None for _, weights in returned)
     assert "eager" not in ALL_ATTENTION_FUNCTIONS
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux"])
+def test_attention_that_the_kernel_does_not_compute(name):
+    heads = torch.randn(1, 2, 3, 16)
+    with _lean_attention(), pytest.raises(ValueError, match=f"Identity has {name}, .*--algorithm rtn"):
+        ALL_ATTENTION_FUNCTIONS["eager"](torch.nn.Identity(), heads, heads, heads, None, **{name: 5.0})
 
 
 def test_free_space_is_computed_to_the_byte_before_anything_starts(made):

@@ -54,9 +54,10 @@ def adapted(widths: tuple[int, ...], kernels: bool) -> tuple[Any, Linear]:
 @pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("rows", [1, 8, 9, MANY])
 def test_kernels_and_plain_products_agree(decoding: ModuleType, rows: int, few: bool) -> None:
-    """With a kernel for few tokens too, which leaves shares of both sums."""
+    """With a kernel for few tokens too, which leaves shares of both sums; no number of tokens is left to PyTorch."""
     x, bias = torch.randn(rows, INPUTS), torch.randn(sum(WIDTHS))
     (fast, linear), (plain, _) = adapted(WIDTHS, True), adapted(WIDTHS, False)
+    fast.add = None
     layer = SimpleNamespace()
     calls = []
 
@@ -80,23 +81,23 @@ def test_kernels_and_plain_products_agree(decoding: ModuleType, rows: int, few: 
 
 def test_swiglu_adds_the_adapter_of_gate_and_up(decoding: ModuleType) -> None:
     method, linear = adapted((64, 64), True)
-    plain = torch.nn.Module()
-    plain.forward = lambda y: torch.nn.functional.silu(y[:, :64]) * y[:, 64:]
-    activation = vllm_adapter.SwiGLU(plain, method)
+    activation = vllm_adapter.SwiGLU(method)
     layer = SimpleNamespace()
 
     # In FP32, of values of up to some hundred that cancel out here and there.
-    def want(x: Tensor) -> Tensor:
+    def check(rows: int) -> None:
+        x = torch.randn(rows, INPUTS)
         y = linear.apply(layer, x)
         method.add(y, x)
-        return plain(y)
+        want = torch.nn.functional.silu(y[:, :64]) * y[:, 64:]
+        torch.testing.assert_close(activation(method.apply(layer, x)), want, rtol=1e-4, atol=1e-3)
 
     for rows in (3, MANY, 5):
-        x = torch.randn(rows, INPUTS)
-        torch.testing.assert_close(activation(method.apply(layer, x)), want(x), rtol=1e-4, atol=1e-3)
+        check(rows)
     method.apply(layer, torch.randn(3, INPUTS))  # interrupted here
-    x = torch.randn(MANY, INPUTS)
-    torch.testing.assert_close(activation(method.apply(layer, x)), want(x), rtol=1e-4, atol=1e-3)
+    check(MANY)
+    with pytest.raises(AssertionError, match="without the layer"):
+        activation(torch.randn(3, 128))
 
 
 def test_kernels_only_where_tiles_fit(decoding: ModuleType) -> None:
@@ -184,7 +185,7 @@ class Attention:
 
 @pytest.mark.parametrize("few", [False, True])
 def test_rotary_adds_the_adapter_of_q_k_and_v(decoding: ModuleType, few: bool) -> None:
-    """Against vLLM's own rotation after the plain products; of more tokens that is what is called."""
+    """Against vLLM's own rotation after the plain products."""
     base = pytest.importorskip("vllm.model_executor.layers.rotary_embedding.base", reason="vllm is not installed")
     widths, head = (128, 64, 64), 32
     method, linear = adapted(widths, True)

@@ -1,7 +1,7 @@
 """One LoRA adapter inside vLLM's linear layers, in buffers that are written in place.
 
 RL samples with one adapter, the same for every request. vLLM's own LoRA chooses one of several for each token; here a
-fused layer (q, k, v) has one matrix A and one B, A x runs beside the layer, and B is added by what reads its output.
+fused layer (q, k, v) has one A and one B, A x runs beside the layer, and what follows q, k, v or gate, up adds B (A x).
 """
 
 from collections.abc import Iterator, Sequence
@@ -74,10 +74,10 @@ class AdapterMethod:
 class After(nn.Module):
     """What follows a layer and also adds its adapter: one kernel reads and writes the outputs once."""
 
-    def __init__(self, plain: nn.Module, method: AdapterMethod) -> None:
+    def __init__(self, method: AdapterMethod) -> None:
         super().__init__()
-        self.plain, self.b, self.widths = plain, method.b, method.widths
-        self.sums: tuple[Tensor, ...] | None = None  # of the layer and A x, where they are still to be added
+        self.b, self.widths = method.b, method.widths
+        self.sums: tuple[Tensor, ...] | None = None  # of the layer and A x, still to be added
         method.after = self
 
     def take(self, y: Tensor, low: Tensor) -> Tensor:
@@ -85,8 +85,9 @@ class After(nn.Module):
         self.sums = y, low
         return y
 
-    def taken(self) -> tuple[Tensor, ...] | None:
+    def taken(self) -> tuple[Tensor, ...]:
         sums, self.sums = self.sums, None
+        assert sums is not None, "called without the layer before it"
         return sums
 
 
@@ -95,13 +96,9 @@ class SwiGLU(After):
 
     def forward(self, gate_up: Tensor) -> Tensor:
         """gate_up [N, 2 I] -> [N, I]."""
-        sums = self.taken()
-        if sums is None:
-            out: Tensor = self.plain(gate_up)
-            return out
         from qerl_pl import decoding
 
-        y, low = sums
+        y, low = self.taken()
         return decoding.swiglu(y, low, self.b)
 
 
@@ -109,7 +106,7 @@ class Rotary(After):
     """The rotary position embedding after q, k and v, which all three are views of one tensor when it is called."""
 
     def __init__(self, plain: Any, method: AdapterMethod) -> None:
-        super().__init__(plain, method)
+        super().__init__(method)
         self.cos_sin: Tensor = plain._match_cos_sin_cache_dtype(method.b)  # no launch of a step is to write it
 
     def take(self, y: Tensor, low: Tensor) -> Tensor:
@@ -119,13 +116,9 @@ class Rotary(After):
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """positions [N], query and key [N, heads · D] -> both, rotated; the values get their adapter too."""
-        sums = self.taken()
-        if sums is None:
-            rotated: tuple[Tensor, Tensor] = self.plain(positions, query, key)
-            return rotated
         from qerl_pl import decoding
 
-        y, low, out = sums
+        y, low, out = self.taken()
         decoding.rotary(y, low, self.b, self.widths, positions, self.cos_sin, out)
         return query, key
 
@@ -182,7 +175,7 @@ def place_after(module: Any) -> None:
 
     gate_up, qkv = method("gate_up_proj"), method("qkv_proj")
     if gate_up is not None and type(module.act_fn).__name__ == "SiluAndMul":
-        module.act_fn = SwiGLU(module.act_fn, gate_up)
+        module.act_fn = SwiGLU(gate_up)
     if qkv is not None and type(module).__name__ in ATTENTIONS and _rotates_halves(module):
         module.rotary_emb = Rotary(module.rotary_emb, qkv)
 

@@ -174,7 +174,15 @@ def _lean_attention() -> Iterator[None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS["eager"] = sdpa_attention_forward
+    def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in ("softcap", "s_aux"):  # of Gemma 2 and GPT-OSS; the kernel would leave it out
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{type(module).__name__} has {name}, with which it is not calibrated; use --algorithm rtn"
+                )
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["eager"] = attention
     try:
         yield
     finally:
