@@ -155,8 +155,10 @@ def test_a_report_on_another_base(made, texts, tmp_path, capsys, monkeypatch):
     assert "is not the base of --report" in said and "their sizes differ" in said
 
 
-def test_a_report_on_another_format(made, texts, capsys, monkeypatch):
-    said = refused(arguments(texts, report=made["rtn"], format="int4", group_size=32), capsys, monkeypatch)
+@pytest.mark.parametrize("more", [{}, {"group_size": 32}, {"task": "configs/tiny.yaml"}], ids=str)
+def test_a_report_on_another_format(more, made, texts, capsys, monkeypatch):
+    """Also where the base cannot have it: inputs of 448 are no multiple of 128."""
+    said = refused(arguments(texts, report=made["rtn"], format="int4", **more), capsys, monkeypatch)
     assert said.endswith("4-bit float groups of 16', which is not --format int4; give --format nvfp4")
 
 

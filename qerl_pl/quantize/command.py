@@ -17,7 +17,15 @@ from qerl_pl.checkpoint import PROJECTIONS, Weights, prepare, projection, readab
 from qerl_pl.quantize.calibrated import ALGORITHMS, calibrate, check_algorithm, import_llmcompressor, settings
 from qerl_pl.quantize.calibration import DEFAULT, draw_texts, why_held_out
 from qerl_pl.quantize.quality import Checkpoint
-from qerl_pl.quantize.report import add_report, device_name, report_on, say, stored_group_size, write_report
+from qerl_pl.quantize.report import (
+    add_report,
+    check_stored,
+    device_name,
+    report_on,
+    say,
+    stored_group_size,
+    write_report,
+)
 from qerl_pl.quantize.task import check_task
 from qerl_pl.random_model import is_random
 from qerl_pl.stored import stored_as
@@ -54,6 +62,8 @@ def quantize(args: Sequence[str]) -> None:
         stored = stored_group_size(given.report, given.format)
         given.group_size = stored if given.group_size is None else given.group_size
     quantization = _format(given.format, given.group_size)
+    if given.report is not None:  # first: the base may have shapes that only the right format holds
+        check_stored(given, quantization)
     try:
         base = resolve(given.model)
     except ValueError as error:  # "model: ..." of a config
