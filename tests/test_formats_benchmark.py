@@ -69,12 +69,15 @@ def test_settings_are_refused_before_anything_runs(tmp_path, words, said):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"texts": "no.txt"}, "--texts no.txt: calibration: there is no file no.txt"),
+        ({"texts": "no.txt"}, "--texts no.txt: there is no file no.txt"),
         ({"texts": "no.jsonl"}, "--texts no.jsonl: there is no file no.jsonl"),
         ({"texts": "gsm9k"}, "--texts gsm9k: unknown prompt source 'gsm9k'. Did you mean 'gsm8k'?"),
-        ({"texts": "{}/empty.txt"}, "empty.txt has 0 of 2 × 32 = 64 tokens for held_out (0 rows); lower --sequences "),
-        ({"texts": "{}/short.txt"}, "short.txt has 3 of 2 × 32 = 64 tokens for held_out (1 rows); lower --sequences or "
-         "--length, or give more text"),
+        ({"texts": "me/mine"}, "--texts me/mine: cannot be reached (no 'me/mine'); download it, or give a .jsonl, "),
+        ({"texts": "gsm8k"}, "--texts gsm8k: cannot be reached (no 'openai/gsm8k'); download it, or give a .jsonl, "),
+        ({"texts": "{}/row.jsonl"}, "--texts {}/row.jsonl: row 0 has the columns a; give text"),
+        ({"texts": "{}/empty.txt"}, "--texts {}/empty.txt: it has 0 of 2 × 32 = 64 tokens for held_out (0 rows)"),
+        ({"texts": "{}/short.txt"}, "--texts {}/short.txt: it has 3 of 2 × 32 = 64 tokens for held_out (1 rows); lower "
+         "--sequences or --length, or give more text"),
         ({"model": "./no"}, "--model: there is no folder './no'"),
         ({"formats": "nvfp4,int5"}, "--formats: unknown int5; choose from bf16, fp8"),
         ({"output": "{}/other.json"}, "other.json holds no runs and rows; name another file, or remove it"),
@@ -82,13 +85,22 @@ def test_settings_are_refused_before_anything_runs(tmp_path, words, said):
     ],
 )  # fmt: skip
 def test_files_are_refused_before_anything_runs(more, said, formats, tmp_path, monkeypatch, capsys):
+    import datasets
+
+    def load_dataset(name, *args, **more):
+        raise ConnectionError(f"no {name!r}")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "short.txt").write_text("1 + 2")
+    (tmp_path / "row.jsonl").write_text('{"a": 1}')
     (tmp_path / "other.json").write_text('{"runs": {}, "rows": 3}')
     before = {f: f.read_bytes() for f in tmp_path.iterdir()}
     with pytest.raises(SystemExit) as caught:
         call(formats, monkeypatch, tmp_path, **{k: v.format(tmp_path) for k, v in more.items()})
-    assert caught.value.code == 2 and said in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and said.format(tmp_path) in error
+    assert "calibration" not in error  # as qerl-pl quantize calls texts
     assert formats.asked == []
     assert {f: f.read_bytes() for f in tmp_path.iterdir() if f in before} == before
     assert not (tmp_path / "out.json").exists()
