@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qerl_pl.bench.machine import checkout, facts
-from qerl_pl.checkpoint import PROJECTIONS, Weights, prepare, projection, readable, resolve, write
+from qerl_pl.checkpoint import PROJECTIONS, Weights, prepare, projection, readable, resolve_option, write
 from qerl_pl.quantize.calibrated import ALGORITHMS, calibrate, check_algorithm, import_llmcompressor, settings
 from qerl_pl.quantize.calibration import DEFAULT, draw_texts, why_held_out
 from qerl_pl.quantize.quality import Checkpoint
@@ -64,10 +64,7 @@ def quantize(args: Sequence[str]) -> None:
     quantization = _format(given.format, given.group_size)
     if given.report is not None:  # first: the base may have shapes that only the right format holds
         check_stored(given, quantization)
-    try:
-        base = resolve(given.model)
-    except ValueError as error:  # "model: ..." of a config
-        raise ValueError(f"--{error}") from error
+    base = resolve_option(given.model)
     if given.task is not None:
         check_task(given, base)
     if given.report is not None:
