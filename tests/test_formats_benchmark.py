@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -129,3 +131,19 @@ def test_a_second_call_adds_rows(formats, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "| int4 | 2.000 | 12.5% | 0.7500 | 0.750 | 0.750 | 75.0% ± 18.8% |" in printed
     assert "entropy_by_prompt" not in printed
+
+
+def test_the_published_results_can_be_measured_again(formats, tmp_path, monkeypatch):
+    """By the command that made them: each row takes the place of its own, and no other."""
+    out = tmp_path / "formats.json"
+    shutil.copy(ROOT / "benchmarks" / "results" / "h200" / "formats.json", out)
+    before = json.loads(out.read_text())
+    _, *words = shlex.split(before["command"])
+    words[words.index("--output") + 1] = str(out)
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(formats, "held_out", lambda _: [])
+    old = {r["format"]: r for r in before["rows"]}
+    monkeypatch.setattr(formats, "alone", lambda name, *_: {key: old[name][key] for key in row(name)})
+    formats.main()
+    assert sorted(rows(out, "format", "run")) == [(f, 1) for f in sorted(old)]
+    assert [run["commit"] for run in json.loads(out.read_text())["runs"]] == ["f3b0844", "f3b0844"]
