@@ -4,13 +4,14 @@ import itertools
 import json
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from qerl_pl.bench import machine, peers, plot, results, rollout
+from qerl_pl.bench import machine, peers, plot, results, rollout, spec
 from qerl_pl.bench.commands import WHAT, bench
 from qerl_pl.bench.spec import sequences_within
 from qerl_pl.bench.train import flops, ours
@@ -72,6 +73,28 @@ def test_options_are_checked(tmp_path):
     if find_spec("bitsandbytes") is None:
         with pytest.raises(ImportError, match="--variant peft-nf4 needs bitsandbytes: pip install bitsandbytes"):
             bench(["train", "--variant", "peft-nf4"])
+
+
+@pytest.mark.parametrize("what", ["rollout", "train", "sync"])
+def test_large_shapes_need_a_gpu(what, monkeypatch):
+    """Without one nothing is started; with one all shapes are measured."""
+    started: list[str] = []
+
+    def measure(*given) -> dict:
+        started.append(next(g["model"] for g in given if isinstance(g, dict)))
+        return {}
+
+    monkeypatch.setattr(import_module(f"qerl_pl.bench.{what}"), "_measure", measure)
+    monkeypatch.setattr(spec, "device", lambda: ("cpu", "float32"))
+    with pytest.raises(ValueError, match=r"^--model 7B,32B needs a GPU, and there is none; --model tiny-test runs "):
+        bench([what, "--model", "7B,tiny-test,32B"])
+    with pytest.raises(ValueError, match=r"^--model: unknown 8B; choose from 0\.5B, 3B, 7B, 14B, 32B, tiny-test$"):
+        bench([what, "--model", "7B,8B"])
+    assert not started
+    bench([what, "--model", "tiny-test", "--format", "nvfp4"])
+    monkeypatch.setattr(spec, "device", lambda: ("cuda", "bfloat16"))
+    bench([what, "--model", "7B", "--format", "nvfp4"])
+    assert list(dict.fromkeys(started)) == ["tiny-test", "7B"]
 
 
 def test_train(tmp_path):
