@@ -44,14 +44,11 @@ def quantize(args: Sequence[str]) -> None:
         close = difflib.get_close_matches(given.algorithm, ALGORITHMS, n=1)
         meant = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"unknown algorithm {given.algorithm!r}.{meant} Choose from {', '.join(ALGORITHMS)}")
-    for name in ("num_samples", "max_length", "held_out"):
-        if getattr(given, name) < 2:
-            raise ValueError(f"--{name} {getattr(given, name)} must be at least 2")
-    if given.sample_prompts < 0 or given.sample_prompts == 1:
-        raise ValueError(f"--sample_prompts {given.sample_prompts} must be 0, or at least 2 for an interval")
-    for name, least in (("sample_tokens", 1), ("seed", 0)):
+    for name, least in {"num_samples": 2, "max_length": 2, "held_out": 2, "sample_tokens": 1, "seed": 0}.items():
         if getattr(given, name) < least:
             raise ValueError(f"--{name} {getattr(given, name)} must be at least {least}")
+    if given.sample_prompts < 0 or given.sample_prompts == 1:
+        raise ValueError(f"--sample_prompts {given.sample_prompts} must be 0, or at least 2 for an interval")
     if (given.report is None) == (given.output is None):
         raise ValueError(
             "give one of --output DIR, to quantize, and --report DIR, to report on a checkpoint that is there"
