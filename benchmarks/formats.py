@@ -105,13 +105,10 @@ def held_out(options: argparse.Namespace) -> list[list[int]]:
     """The sequences of ``--texts``; ValueError if there are too few."""
     from transformers import AutoTokenizer
 
-    from qerl_pl.checkpoint import resolve
+    from qerl_pl.checkpoint import resolve_option
     from qerl_pl.quantize.calibration import Source, draw
 
-    try:
-        folder = resolve(options.model)
-    except ValueError as error:  # "model: ..." of a config
-        raise ValueError(f"--{error}") from error
+    folder = resolve_option(options.model)
     wanted = {"held_out": (options.sequences, options.length)}
     try:
         source = Source(options.texts, 0)

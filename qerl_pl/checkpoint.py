@@ -54,6 +54,14 @@ def resolve(model: str) -> Path:
         raise ValueError(f"model: no folder {model!r} here, and the hub did not give it: {error}") from error
 
 
+def resolve_option(model: str) -> Path:
+    """``resolve`` for a command line: errors name ``--model``, not the ``model:`` of a config."""
+    try:
+        return resolve(model)
+    except ValueError as error:
+        raise ValueError(f"--{error}") from error
+
+
 class Weights(Mapping[str, Tensor]):
     """The tensors of a checkpoint by name, each read from disk (or made, if the weights are random) when asked for."""
 

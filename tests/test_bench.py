@@ -1,16 +1,16 @@
 """qerl-pl bench on the CPU with the shape for tests: what is written, and what is counted. No time is asserted."""
 
-import itertools
 import json
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from qerl_pl.bench import machine, peers, plot, results, rollout
+from qerl_pl.bench import peers, rollout, spec
 from qerl_pl.bench.commands import WHAT, bench
 from qerl_pl.bench.spec import sequences_within
 from qerl_pl.bench.train import flops, ours
@@ -72,6 +72,28 @@ def test_options_are_checked(tmp_path):
     if find_spec("bitsandbytes") is None:
         with pytest.raises(ImportError, match="--variant peft-nf4 needs bitsandbytes: pip install bitsandbytes"):
             bench(["train", "--variant", "peft-nf4"])
+
+
+@pytest.mark.parametrize("what", ["rollout", "train", "sync"])
+def test_large_shapes_need_a_gpu(what, monkeypatch):
+    """Without one nothing is started; with one all shapes are measured."""
+    started: list[str] = []
+
+    def measure(*given) -> dict:
+        started.append(next(g["model"] for g in given if isinstance(g, dict)))
+        return {}
+
+    monkeypatch.setattr(import_module(f"qerl_pl.bench.{what}"), "_measure", measure)
+    monkeypatch.setattr(spec, "device", lambda: ("cpu", "float32"))
+    with pytest.raises(ValueError, match=r"^--model 7B,32B needs a GPU, and there is none; --model tiny-test runs "):
+        bench([what, "--model", "7B,tiny-test,32B"])
+    with pytest.raises(ValueError, match=r"^--model: unknown 8B; choose from 0\.5B, 3B, 7B, 14B, 32B, tiny-test$"):
+        bench([what, "--model", "7B,8B"])
+    assert not started
+    bench([what, "--model", "tiny-test", "--format", "nvfp4"])
+    monkeypatch.setattr(spec, "device", lambda: ("cuda", "bfloat16"))
+    bench([what, "--model", "7B", "--format", "nvfp4"])
+    assert list(dict.fromkeys(started)) == ["tiny-test", "7B"]
 
 
 def test_train(tmp_path):
@@ -221,105 +243,3 @@ def test_step(tmp_path):
     assert {row["steps"] for row in rows} == {1}  # the first of two is a warm-up
     total = next(row["milliseconds"] for row in rows if row["phase"] == "step")
     assert sum(row["milliseconds"] for row in rows if row["phase"] != "step") == pytest.approx(total, rel=0.01)
-
-
-def test_rows_are_merged(tmp_path, capsys):
-    """Measured again, a row replaces the old one; a failed candidate is a row, and an error at the end."""
-    output = tmp_path / "out" / "rows.json"
-    first = results.Results("rollout", output, "test")
-    for batch in (1, 2):
-        first.add({"model": "7B", "batch": batch, "memory_gb": None}, results.spread("tokens_per_s", [1.0, 5.0, 3.0]))
-    with first.candidate({"model": "14B"}):
-        raise torch.OutOfMemoryError("no")
-    first.finish()
-    assert "3 (1-5)" in capsys.readouterr().out
-    second = results.Results("rollout", output, "test")
-    second.add({"model": "7B", "batch": 2}, {"tokens_per_s": 7.00001})
-    second.add({"model": "14B", "batch": 2}, {"tokens_per_s": 8.0})
-    with second.candidate({"model": "32B"}):
-        raise RuntimeError("broken\nin two lines")
-    assert keys(read(output), "model", "batch", "tokens_per_s", "error", "run") == [
-        ("7B", 1, 3.0, None, 0), ("7B", 2, 7.0, None, 1), ("14B", 2, 8.0, None, 1),
-        ("32B", None, None, "RuntimeError: broken", 1),
-    ]  # fmt: skip
-    with pytest.raises(RuntimeError, match="1 candidates failed, first: RuntimeError: broken"):
-        second.finish()
-
-
-def test_a_result_names_its_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_output", lambda *_: None)  # as without git
-    results.Results("train", None).add({"model": "7B"}, {"milliseconds": 1.0})
-    with pytest.raises(ValueError, match="no git checkout; give --commit"):
-        results.Results("train", tmp_path / "train.json")
-    answers = {"rev-parse": "abc", "status": " M file"}
-    monkeypatch.setattr(machine, "_output", lambda _, word, *__: answers.get(word))
-    assert machine.describe()["commit"] == "abc, changed"
-
-
-@pytest.mark.parametrize(
-    ("started", "expected"),
-    [
-        (["/anywhere/bin/qerl-pl", "bench", "train", "--options", "a b"], "qerl-pl bench train --options 'a b'"),
-        (["/anywhere/qerl_pl/__main__.py", "bench", "sync"], "qerl-pl bench sync"),
-        (["benchmarks/linear.py", "--tokens", "1,2"], "python benchmarks/linear.py --tokens 1,2"),
-        (["/anywhere/benchmarks/linear.py"], "python benchmarks/linear.py"),
-    ],
-)
-def test_a_result_names_its_command(started, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", started)
-    output = tmp_path / "rows.json"
-    results.Results("train", output, "test").add({"model": "7B"}, {"milliseconds": 1.0})
-    assert json.loads(output.read_text())["runs"][0]["command"] == expected
-
-
-def test_benchmarks_name_their_command(tmp_path):
-    words = ["benchmarks/coverage.py", "--output", str(tmp_path / "out.json"), "--evaluations", "1", "--commit", "test"]
-    subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
-    assert json.loads((tmp_path / "out.json").read_text())["command"] == " ".join(["python", *words])
-
-
-def test_spread_and_seconds():
-    assert results.spread("x", [3.0, 1.0, 2.0, 10.0]) == {"x": 2.5, "x_min": 1.0, "x_max": 10.0}
-    calls: list[int] = []
-    assert len(results.seconds(lambda: calls.append(1), repeats=3, warm_up=2)) == 3
-    assert len(calls) == 5
-    with pytest.raises(ValueError, match="--repeats: 0 must be at least 1"):
-        results.seconds(lambda: None, 0)
-
-
-def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
-    rollout = results.Results("rollout", tmp_path / "rollout.json", "test")
-    for model, format_, batch in itertools.product(("7B", "14B"), ("nvfp4", "bf16"), (1, 8)):
-        what = {"model": model, "format": format_, "rank": 32, "batch": batch}
-        rollout.add(what, results.spread("tokens_per_s", [batch * 1.0, batch * 3.0]))
-    rollout.add({"model": "32B"}, {"error": "e"})
-    memory = results.Results("memory", tmp_path / "memory.json", "test")
-    memory.add({"model": "7B", "format": "bf16"}, {"error": "e"})
-    with pytest.raises(ValueError, match=r"memory\.png: no row has peak_gb"):
-        bench(["plot", str(tmp_path)])
-    memory.add({"model": "7B", "format": "nvfp4"}, {"peak_gb": 11.0})
-    bench(["plot", str(tmp_path)])
-    assert sorted(f.name for f in tmp_path.glob("*.png")) == ["memory.png", "rollout.png"]
-
-
-def test_a_plot_names_the_runs_that_its_rows_are_from():
-    """Not those whose rows have all been measured again."""
-    runs = [{"date": f"2000-01-0{day}", "commit": commit} for day, commit in ((1, "a"), (2, "b"), (2, "c"))]
-    rows = [{"run": 2}, {"run": 0}, {"run": 2}]
-    assert plot._from({**runs[2], "runs": runs, "rows": rows}) == "2000-01-01, 2000-01-02 · a, c"
-
-
-def test_numbers_on_an_axis_are_in_order():
-    assert plot._groups([{"batch": n} for n in (8, 256, 16)] + [{}], "batch") == [8, 16, 256]
-    assert plot._groups([{"model": m} for m in ("7B", "14B", "7B")], "model") == ["7B", "14B"]
-
-
-def test_a_failure_does_not_take_the_place_of_what_was_measured(tmp_path):
-    results.Results("formats", tmp_path / "r.json").add({"model": "m", "format": "nvfp4"}, {"kl": 1.0})
-    results.Results("formats", tmp_path / "r.json").add({"model": "m", "format": "nvfp4"}, {"error": "no"})
-    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
-    assert [row.get("kl", row.get("error")) for row in rows] == [1.0, "no"]
-    results.Results("formats", tmp_path / "r.json").add({"model": "m", "format": "nvfp4"}, {"kl": 2.0})
-    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
-    assert [row["kl"] for row in rows] == [2.0]

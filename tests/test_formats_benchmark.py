@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,12 +71,15 @@ def test_settings_are_refused_before_anything_runs(tmp_path, words, said):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"texts": "no.txt"}, "--texts no.txt: calibration: there is no file no.txt"),
+        ({"texts": "no.txt"}, "--texts no.txt: there is no file no.txt"),
         ({"texts": "no.jsonl"}, "--texts no.jsonl: there is no file no.jsonl"),
         ({"texts": "gsm9k"}, "--texts gsm9k: unknown prompt source 'gsm9k'. Did you mean 'gsm8k'?"),
-        ({"texts": "{}/empty.txt"}, "empty.txt has 0 of 2 × 32 = 64 tokens for held_out (0 rows); lower --sequences "),
-        ({"texts": "{}/short.txt"}, "short.txt has 3 of 2 × 32 = 64 tokens for held_out (1 rows); lower --sequences or "
-         "--length, or give more text"),
+        ({"texts": "me/mine"}, "--texts me/mine: cannot be reached (no 'me/mine'); download it, or give a .jsonl, "),
+        ({"texts": "gsm8k"}, "--texts gsm8k: cannot be reached (no 'openai/gsm8k'); download it, or give a .jsonl, "),
+        ({"texts": "{}/row.jsonl"}, "--texts {}/row.jsonl: row 0 has the columns a; give text"),
+        ({"texts": "{}/empty.txt"}, "--texts {}/empty.txt: it has 0 of 2 × 32 = 64 tokens for held_out (0 rows)"),
+        ({"texts": "{}/short.txt"}, "--texts {}/short.txt: it has 3 of 2 × 32 = 64 tokens for held_out (1 rows); lower "
+         "--sequences or --length, or give more text"),
         ({"model": "./no"}, "--model: there is no folder './no'"),
         ({"formats": "nvfp4,int5"}, "--formats: unknown int5; choose from bf16, fp8"),
         ({"output": "{}/other.json"}, "other.json holds no runs and rows; name another file, or remove it"),
@@ -82,13 +87,22 @@ def test_settings_are_refused_before_anything_runs(tmp_path, words, said):
     ],
 )  # fmt: skip
 def test_files_are_refused_before_anything_runs(more, said, formats, tmp_path, monkeypatch, capsys):
+    import datasets
+
+    def load_dataset(name, *args, **more):
+        raise ConnectionError(f"no {name!r}")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "short.txt").write_text("1 + 2")
+    (tmp_path / "row.jsonl").write_text('{"a": 1}')
     (tmp_path / "other.json").write_text('{"runs": {}, "rows": 3}')
     before = {f: f.read_bytes() for f in tmp_path.iterdir()}
     with pytest.raises(SystemExit) as caught:
         call(formats, monkeypatch, tmp_path, **{k: v.format(tmp_path) for k, v in more.items()})
-    assert caught.value.code == 2 and said in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and said.format(tmp_path) in error
+    assert "calibration" not in error  # as qerl-pl quantize calls texts
     assert formats.asked == []
     assert {f: f.read_bytes() for f in tmp_path.iterdir() if f in before} == before
     assert not (tmp_path / "out.json").exists()
@@ -117,3 +131,19 @@ def test_a_second_call_adds_rows(formats, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "| int4 | 2.000 | 12.5% | 0.7500 | 0.750 | 0.750 | 75.0% ± 18.8% |" in printed
     assert "entropy_by_prompt" not in printed
+
+
+def test_the_published_results_can_be_measured_again(formats, tmp_path, monkeypatch):
+    """By the command that made them: each row takes the place of its own, and no other."""
+    out = tmp_path / "formats.json"
+    shutil.copy(ROOT / "benchmarks" / "results" / "h200" / "formats.json", out)
+    before = json.loads(out.read_text())
+    _, *words = shlex.split(before["command"])
+    words[words.index("--output") + 1] = str(out)
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(formats, "held_out", lambda _: [])
+    old = {r["format"]: r for r in before["rows"]}
+    monkeypatch.setattr(formats, "alone", lambda name, *_: {key: old[name][key] for key in row(name)})
+    formats.main()
+    assert sorted(rows(out, "format", "run")) == [(f, 1) for f in sorted(old)]
+    assert [run["commit"] for run in json.loads(out.read_text())["runs"]] == ["f3b0844", "f3b0844"]

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from qerl_pl.checkpoint import Weights
+from qerl_pl.quantize.card import beside
 from tests.quantized import TINY, arguments, refused, run
 
 pytest.importorskip("llmcompressor", reason="needs llm-compressor: pip install 'qerl-pl[quantize]'")
@@ -50,6 +51,28 @@ def test_another_base_of_a_checkpoint_that_others_made(there, texts, tmp_path, m
     for model in ("tiny", tmp_path / "same"):
         run(arguments(texts, report=there, model=model, held_out=20, sample_prompts=0), monkeypatch)
         assert (there / "quality.md").read_text().startswith(f"# nvfp4 of {model}\n")
+
+
+@pytest.mark.parametrize(
+    ("of", "given", "said"),
+    [
+        ("m", "./m", ""),
+        ("m/", "m", ""),
+        ("m", "{}/m", ""),
+        ("m", "link", ""),
+        ("m", "n", "beside n"),
+        ("owner/name", "owner/name", ""),
+        ("owner/name", "Owner/name", "beside Owner/name"),
+        ("tiny", "tiny", ""),
+        ("tiny", "./tiny", "beside ./tiny"),  # the embedded model and a folder
+    ],
+)
+def test_a_base_by_two_names(of, given, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("m", "n", "tiny"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("m")
+    assert beside({"model": of}, {"base": given.format(tmp_path)}) == said
 
 
 @pytest.mark.parametrize("seed", [0, 5])

@@ -41,7 +41,7 @@ def test_sequences_by_hand(tmp_path, monkeypatch):
     assert sequences["calibration"].tokens == [[6, 7, 8, 9], [11, 12, 13, 14]]
     assert (sequences["calibration"].texts, sequences["calibration"].used) == ((1, 6), 4)
     assert contents["held_out"] == ["1 2 3 4 5"]
-    with pytest.raises(ValueError, match=r"t\.txt has 8 of 3 × 4 = 12 tokens for calibration, after 3 tokens for held"):
+    with pytest.raises(ValueError, match=r"it has 8 of 3 × 4 = 12 tokens for calibration, after 3 tokens for held"):
         draw(Words(), source, {"held_out": (1, 3), "calibration": (3, 4)})
 
 
@@ -86,7 +86,7 @@ def _model(tmp_path, **changed):
         ({"format": "bf16"}, "--format bf16 is no quantization"),
         ({"format": "nf4", "algorithm": "awq"}, "compressed-tensors, and nf4 is none; use --algorithm rtn"),
         ({"algorithm": "gtpq"}, "unknown algorithm 'gtpq'. Did you mean 'gptq'?"),
-        ({"num_samples": 4000, "algorithm": "awq"}, "calibration shorter than asked: "),
+        ({"num_samples": 4000, "algorithm": "awq"}, "worked.jsonl: it has "),
         ({"max_length": 512}, "--max_length 512 is more than the 256 tokens that the model knows"),
         ({"num_samples": 0}, "--num_samples 0 must be at least 2"),
         ({"sample_prompts": 1}, "--sample_prompts 1 must be 0, or at least 2 for an interval"),
@@ -98,8 +98,8 @@ def _model(tmp_path, **changed):
         ({"format": "int4"}, "mlp.down_proj: input dimension 448 is not a multiple of 128"),
         ({"model": "./nowhere"}, "error: --model: there is no folder './nowhere'"),
         ({"model": "random:tiny-test"}, "has random weights: nothing to calibrate"),
-        ({"calibration": "nowhere.txt"}, "there is no file nowhere.txt"),
-        ({"calibration": "gsm9k"}, "unknown prompt source 'gsm9k'. Did you mean 'gsm8k'?"),
+        ({"calibration": "nowhere.txt"}, "--calibration nowhere.txt: there is no file nowhere.txt"),
+        ({"calibration": "gsm9k"}, "--calibration gsm9k: unknown prompt source 'gsm9k'. Did you mean 'gsm8k'?"),
         ({"task": "nowhere.yaml"}, "--task nowhere.yaml: there is no such file"),
         ({"report": "x"}, "give one of --output DIR, to quantize, and --report DIR"),
     ],
@@ -136,8 +136,8 @@ def test_a_data_set_that_cannot_be_reached(name, said, texts, tmp_path, capsys, 
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     answer = refused(arguments(texts, calibration=name, output=tmp_path / "out"), capsys, monkeypatch)
-    expected = f"--calibration {name} cannot be reached (Couldn't reach {said!r} on the Hub); download it"
-    assert answer.endswith(f"{expected}, or give --calibration a .jsonl, .json, .parquet or .txt file of its texts")
+    expected = f"--calibration {name}: cannot be reached (Couldn't reach {said!r} on the Hub); download it"
+    assert answer.endswith(f"{expected}, or give a .jsonl, .json, .parquet or .txt file of its texts")
 
 
 def test_models_that_are_refused(made, texts, tmp_path, capsys, monkeypatch):
@@ -155,8 +155,10 @@ def test_a_report_on_another_base(made, texts, tmp_path, capsys, monkeypatch):
     assert "is not the base of --report" in said and "their sizes differ" in said
 
 
-def test_a_report_on_another_format(made, texts, capsys, monkeypatch):
-    said = refused(arguments(texts, report=made["rtn"], format="int4", group_size=32), capsys, monkeypatch)
+@pytest.mark.parametrize("more", [{}, {"group_size": 32}, {"task": "configs/tiny.yaml"}], ids=str)
+def test_a_report_on_another_format(more, made, texts, capsys, monkeypatch):
+    """Also where the base cannot have it: inputs of 448 are no multiple of 128."""
+    said = refused(arguments(texts, report=made["rtn"], format="int4", **more), capsys, monkeypatch)
     assert said.endswith("4-bit float groups of 16', which is not --format int4; give --format nvfp4")
 
 

@@ -9,18 +9,8 @@ from typing import Any
 
 import torch
 
-from qerl_pl.bench.results import (
-    Results,
-    choices,
-    free_memory,
-    limit_memory,
-    names,
-    numbers,
-    peak,
-    seconds,
-    spread,
-)  # fmt: skip
-from qerl_pl.bench.spec import random_spec, sequences_within
+from qerl_pl.bench.results import Results, choices, free_memory, limit_memory, numbers, peak, seconds, spread
+from qerl_pl.bench.spec import random_spec, sequences_within, shapes
 from qerl_pl.engine.base import EngineSpec
 from qerl_pl.random_model import projections
 from qerl_pl.types import Sampling
@@ -54,7 +44,7 @@ def rollout(
     of 2,048 tokens, the sequences for which a card with so much memory has room are sampled at once.
 
     Args:
-        model: shapes, separated by commas.
+        model: shapes, separated by commas; all but tiny-test need a GPU.
         format: weight formats.
         variant: stock (vllm.LLM, the adapter from a file) and ours (the project's engine).
         rank: of the adapter; 0 is the base without LoRA.
@@ -70,8 +60,9 @@ def rollout(
     batches, variants = numbers(batch), choices("variant", variant, VARIANTS)
     formats = choices("format", format, list(FORMATS))
     limit_memory(memory_gb)
+    models = shapes(model)
     results = Results("rollout", output, commit)
-    for name in names(model):
+    for name in models:
         for form in formats:
             for size in numbers(rank):
                 for kind in variants:

@@ -2,12 +2,20 @@
 
 from dataclasses import replace
 
-from qerl_pl.bench.results import device
+from qerl_pl.bench.results import choices, device
 from qerl_pl.checkpoint import PROJECTIONS, prepare
 from qerl_pl.engine.base import EngineSpec
 from qerl_pl.memory import GB, UNUSED, Shape, adapter_size, engine_bytes, kv_bytes_per_token, sampler_bytes
-from qerl_pl.random_model import PREFIX
+from qerl_pl.random_model import PREFIX, SHAPES
 from registry.quantization import FORMATS
+
+
+def shapes(text: str) -> list[str]:
+    """Those of ``--model``. Without a GPU only the smallest: the others would run for hours."""
+    found = choices("model", text, list(SHAPES))
+    if device()[0] == "cpu" and (large := [name for name in found if name != "tiny-test"]):
+        raise ValueError(f"--model {','.join(large)} needs a GPU, and there is none; --model tiny-test runs everywhere")
+    return found
 
 
 def random_spec(model: str, format: str, rank: int, max_length: int, kv_tokens: int = 0) -> EngineSpec:

@@ -7,19 +7,8 @@ from typing import Any
 
 import torch
 
-from qerl_pl.bench.results import (
-    Results,
-    choices,
-    device,
-    free_memory,
-    limit_memory,
-    names,
-    numbers,
-    peak,
-    seconds,
-    spread,
-)  # fmt: skip
-from qerl_pl.bench.spec import random_spec
+from qerl_pl.bench.results import Results, choices, device, free_memory, limit_memory, numbers, peak, seconds, spread
+from qerl_pl.bench.spec import random_spec, shapes
 from qerl_pl.callbacks.sync import deliver
 from qerl_pl.engine import ENGINES, Engine, VLLMEngine
 from qerl_pl.noise import NormNoise
@@ -44,7 +33,7 @@ def sync(
     ``noise`` is drawing the noise of a step, writing it onto both norms of each block, and the reset.
 
     Args:
-        model: shapes, separated by commas.
+        model: shapes, separated by commas; all but tiny-test need a GPU.
         format: weight formats.
         engine: vllm or transformers.
         rank: of the adapter.
@@ -56,8 +45,9 @@ def sync(
     formats = choices("format", format, list(FORMATS))
     engines = choices("engine", engine, list(ENGINES))
     limit_memory(memory_gb)
+    models = shapes(model)
     results = Results("sync", output, commit)
-    for name in names(model):
+    for name in models:
         for form in formats:
             for kind in engines:
                 for size in numbers(rank):

@@ -16,14 +16,13 @@ from qerl_pl.bench.results import (
     device,
     free_memory,
     limit_memory,
-    names,
     numbers,
     peak,
     seconds,
     spread,
     synchronize,
 )  # fmt: skip
-from qerl_pl.bench.spec import random_spec
+from qerl_pl.bench.spec import random_spec, shapes
 from qerl_pl.engine.base import EngineSpec
 from qerl_pl.engine.vllm import VLLMEngine
 from qerl_pl.policy import ALL, Policy
@@ -54,7 +53,7 @@ def train(
     8192³ BF16 product (on a CPU 256³), measured just before.
 
     Args:
-        model: shapes, separated by commas.
+        model: shapes, separated by commas; all but tiny-test need a GPU.
         format: weight formats of ``ours`` and ``shared``; the peers have their own.
         variant: ours (the policy with a packed copy of its own); shared (it computes from the tensors of a vLLM engine
             beside it, on a GPU); peft-bf16, peft-nf4 (bitsandbytes), decompress (compressed-tensors in every forward).
@@ -78,8 +77,9 @@ def train(
         raise ValueError("--variant shared needs a GPU: vLLM's CPU build repacks its weights; leave it out")
     peers.check(variants)
     limit_memory(memory_gb)
+    models = shapes(model)
     results = Results("train", output, commit)
-    for name in names(model):
+    for name in models:
         for kind in variants:
             for form in formats if kind in ("ours", "shared") else [peers.FORMAT[kind]]:
                 for size in numbers(rank):

@@ -40,6 +40,7 @@ class Sequences:
 class Source:
     """The texts behind a name: a registered prompt source, a ``.txt`` (texts between empty lines), ``.jsonl``,
     ``.json`` or ``.parquet`` file, or a data set of the hub (owner/name), in an order that depends on ``seed`` alone.
+    Its errors, and those of ``draw``, go behind the option that the name was given with.
 
     A row is ``text``, a conversation (``messages``; ``conversations`` and ``system``), or a prompt with its answer.
     """
@@ -54,7 +55,7 @@ class Source:
         """Position in the shuffled order and content. A text that recurs is left out: it would be on both sides."""
         seen: set[str] = set()
         for position, index in enumerate(self.order):
-            content = conversation(self.rows[index], f"row {index} of {self.name}")
+            content = conversation(self.rows[index], f"row {index}")
             if (key := str(content)) not in seen:
                 seen.add(key)
                 yield position, content
@@ -67,8 +68,8 @@ def _rows(name: str) -> Sequence[Mapping[str, Any]]:
         if not isinstance(error.__cause__, ConnectionError):
             raise
         raise ValueError(  # data sets of a run have other settings to read a file with
-            f"--calibration {name} cannot be reached ({error.__cause__}); download it, or give --calibration a "
-            ".jsonl, .json, .parquet or .txt file of its texts"
+            f"cannot be reached ({error.__cause__}); download it, or give a .jsonl, .json, .parquet or .txt file of "
+            "its texts"
         ) from error
 
 
@@ -77,7 +78,7 @@ def _read(name: str) -> Sequence[Mapping[str, Any]]:
     if suffix == ".txt":
         path = Path(name).expanduser()
         if not path.is_file():
-            raise ValueError(f"calibration: there is no file {name} (looked in {Path.cwd()}); correct path")
+            raise ValueError(f"there is no file {name} (looked in {Path.cwd()}); correct path")
         return [{"text": t.strip()} for t in read_text(name).split("\n\n") if t.strip()]
     if suffix in (".jsonl", ".json", ".parquet"):
         return read_file(name)
@@ -86,8 +87,8 @@ def _read(name: str) -> Sequence[Mapping[str, Any]]:
         return rows
     if "/" in name or suffix:
         raise ValueError(
-            f"calibration: {name!r} is neither a .txt, .jsonl, .json or .parquet file, nor a data set of the hub "
-            "(owner/name), nor a registered prompt source; correct it"
+            "neither a .txt, .jsonl, .json or .parquet file, nor a data set of the hub (owner/name), nor a registered "
+            "prompt source; correct it"
         )
     return list(PROMPTS[name]())
 
@@ -107,7 +108,7 @@ def conversation(row: Mapping[str, Any], where: str) -> Content:
     response = next((row[c] for c in RESPONSE_COLUMNS if row.get(c) is not None), None)
     if prompt is None or response is None:
         raise ValueError(
-            f"calibration: {where} has the columns {', '.join(row)}; give text, messages, or a prompt "
+            f"{where} has the columns {', '.join(row)}; give text, messages, or a prompt "
             f"({', '.join(PROMPT_COLUMNS[:3])}) with its answer ({', '.join(RESPONSE_COLUMNS)})"
         )
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_message(m) for m in prompt]
@@ -126,8 +127,8 @@ def encode(tokenizer: Any, content: Content, generate: bool = False) -> list[int
         return list(tokenizer(content)["input_ids"])
     if tokenizer.chat_template is None:
         raise ValueError(
-            "calibration: the model has no chat template for conversations; give plain text (column text, or a .txt "
-            "file), or add chat_template.jinja to its folder"
+            "the model has no chat template for conversations; give plain text (column text, or a .txt file), or add "
+            "chat_template.jinja to its folder"
         )
     text = tokenizer.apply_chat_template(
         content, tokenize=False, add_generation_prompt=generate, strftime_now=DATE.strftime
@@ -164,9 +165,8 @@ def draw(
                 have = sum(len(t) for t in sequences) + len(tokens)
                 before = "".join(f", after {s.count:,} tokens for {p}" for p, s in drawn.items())
                 raise ValueError(
-                    f"calibration shorter than asked: {source.name} has {have:,} of {count:,} × {length:,} = "
-                    f"{count * length:,} tokens for {purpose}{before} ({len(source.order):,} rows); lower "
-                    f"{options}, or give more text"
+                    f"it has {have:,} of {count:,} × {length:,} = {count * length:,} tokens for {purpose}{before} "
+                    f"({len(source.order):,} rows); lower {options}, or give more text"
                 )
             reached = position + 1
             contents.append(content)
@@ -225,7 +225,10 @@ def draw_texts(base: Path, given: argparse.Namespace, num_samples: int, say: Cal
     wanted = {"held_out": (given.held_out, given.max_length)}
     if num_samples:
         wanted["calibration"] = (num_samples, given.max_length)
-    sequences, contents = draw(tokenizer, Source(given.calibration, given.seed), wanted)
+    try:
+        sequences, contents = draw(tokenizer, Source(given.calibration, given.seed), wanted)
+    except ValueError as error:
+        raise ValueError(f"--calibration {given.calibration}: {error}") from error
     asked: list[Content] = [c[:-1] for c in contents["held_out"] if not isinstance(c, str) and len(c) > 1]
     encoded = [encode(tokenizer, c, generate=True) for c in asked]
     fitting = [p for p in encoded if len(p) + given.sample_tokens <= (longest or math.inf)]

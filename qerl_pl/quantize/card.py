@@ -56,7 +56,13 @@ def how(made: Mapping[str, Any], quality: Mapping[str, Any]) -> str:
 
 def beside(made: Mapping[str, Any], quality: Mapping[str, Any]) -> str:
     """The base of the report, if it is not what the checkpoint was made from."""
-    return "" if quality["base"] == made["model"] else f"beside {quality['base']}"
+    return "" if _base(quality["base"]) == _base(made["model"]) else f"beside {quality['base']}"
+
+
+def _base(model: str) -> str | Path:
+    """A folder by its path, since ``m`` and ``./m/`` are one; a name of the hub, and ``tiny``, as text."""
+    folder = Path(model).expanduser()
+    return folder.resolve() if model != "tiny" and folder.is_dir() else model
 
 
 def report(made: Mapping[str, Any], quality: Mapping[str, Any]) -> str:

@@ -13,11 +13,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qerl_pl.bench.machine import checkout, facts
-from qerl_pl.checkpoint import PROJECTIONS, Weights, prepare, projection, readable, resolve, write
+from qerl_pl.checkpoint import PROJECTIONS, Weights, prepare, projection, readable, resolve_option, write
 from qerl_pl.quantize.calibrated import ALGORITHMS, calibrate, check_algorithm, import_llmcompressor, settings
 from qerl_pl.quantize.calibration import DEFAULT, draw_texts, why_held_out
 from qerl_pl.quantize.quality import Checkpoint
-from qerl_pl.quantize.report import add_report, device_name, report_on, say, stored_group_size, write_report
+from qerl_pl.quantize.report import (
+    add_report,
+    check_stored,
+    device_name,
+    report_on,
+    say,
+    stored_group_size,
+    write_report,
+)
 from qerl_pl.quantize.task import check_task
 from qerl_pl.random_model import is_random
 from qerl_pl.stored import stored_as
@@ -36,14 +44,11 @@ def quantize(args: Sequence[str]) -> None:
         close = difflib.get_close_matches(given.algorithm, ALGORITHMS, n=1)
         meant = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"unknown algorithm {given.algorithm!r}.{meant} Choose from {', '.join(ALGORITHMS)}")
-    for name in ("num_samples", "max_length", "held_out"):
-        if getattr(given, name) < 2:
-            raise ValueError(f"--{name} {getattr(given, name)} must be at least 2")
-    if given.sample_prompts < 0 or given.sample_prompts == 1:
-        raise ValueError(f"--sample_prompts {given.sample_prompts} must be 0, or at least 2 for an interval")
-    for name, least in (("sample_tokens", 1), ("seed", 0)):
+    for name, least in {"num_samples": 2, "max_length": 2, "held_out": 2, "sample_tokens": 1, "seed": 0}.items():
         if getattr(given, name) < least:
             raise ValueError(f"--{name} {getattr(given, name)} must be at least {least}")
+    if given.sample_prompts < 0 or given.sample_prompts == 1:
+        raise ValueError(f"--sample_prompts {given.sample_prompts} must be 0, or at least 2 for an interval")
     if (given.report is None) == (given.output is None):
         raise ValueError(
             "give one of --output DIR, to quantize, and --report DIR, to report on a checkpoint that is there"
@@ -54,10 +59,9 @@ def quantize(args: Sequence[str]) -> None:
         stored = stored_group_size(given.report, given.format)
         given.group_size = stored if given.group_size is None else given.group_size
     quantization = _format(given.format, given.group_size)
-    try:
-        base = resolve(given.model)
-    except ValueError as error:  # "model: ..." of a config
-        raise ValueError(f"--{error}") from error
+    if given.report is not None:  # first: the base may have shapes that only the right format holds
+        check_stored(given, quantization)
+    base = resolve_option(given.model)
     if given.task is not None:
         check_task(given, base)
     if given.report is not None:

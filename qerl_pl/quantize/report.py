@@ -39,8 +39,8 @@ def stored_group_size(folder: Path, format_: str) -> int | str | None:
     return "null" if size is None else size
 
 
-def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) -> None:
-    """``--report``: the report of a checkpoint that is there, ours or another's, beside its base."""
+def check_stored(given: argparse.Namespace, quantization: QuantFormat) -> None:
+    """ValueError if the checkpoint has another format, or other settings of it, than those given."""
     try:
         prepare(str(given.report), quantization)
     except StoredOtherwiseError as error:
@@ -48,6 +48,10 @@ def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) 
             f"--report {given.report} is stored as {error.found!r}, which is not --format {given.format}; "
             + error.fix("give --format {}", "--{} {}")
         ) from error
+
+
+def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) -> None:
+    """``--report``: the report of a checkpoint that is there, ours or another's, beside its base."""
     ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (base, given.report))
     if ours["vocab_size"] != theirs["vocab_size"] or ours["hidden_size"] != theirs["hidden_size"]:
         raise ValueError(f"--model {given.model} is not the base of --report {given.report}: their sizes differ")
