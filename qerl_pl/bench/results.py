@@ -43,8 +43,7 @@ class Results:
         what = {"bench": self.bench} | {key: value for key, value in what.items() if value is not None}
         values = {key: _short(value) for key, value in measured.items()}
         self.rows.append({**what, **values, "run": len(self._runs) - 1})
-        shown = {key: value for key, value in {**what, **values}.items() if not isinstance(value, dict | list)}
-        print(" ".join(f"{key}={value}" for key, value in shown.items()), flush=True)
+        print(_line({**what, **values}), flush=True)
         if self.output is not None:
             rows = [row for row in self._old if not any(_replaces(new, row) for new in self.rows)] + self.rows
             self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -55,6 +54,7 @@ class Results:
     @contextmanager
     def candidate(self, what: dict[str, Any]) -> Iterator[None]:
         """One of several candidates: if it fails, that is its row, and the others are still measured."""
+        print(_line(what) + " ...", flush=True)  # an engine starts for a minute without a word
         try:
             yield
         except torch.OutOfMemoryError:
@@ -84,6 +84,10 @@ def _read(output: Path) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError):  # no text, no JSON, or another
         pass
     raise ValueError(f"--output {output} holds no runs and rows; name another file, or remove it")
+
+
+def _line(row: dict[str, Any]) -> str:
+    return " ".join(f"{k}={v}" for k, v in row.items() if v is not None and not isinstance(v, dict | list))
 
 
 def _replaces(new: dict[str, Any], old: dict[str, Any]) -> bool:
