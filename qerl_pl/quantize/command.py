@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         "--group_size", type=_group_size,
         help="weights that share a scale, for formats that have a choice (int4, int8); null: one scale an output",
     )  # fmt: skip
-    add("--algorithm", default="awq", help="awq (default), gptq, or rtn: rounding to nearest, without calibration")
+    add("--algorithm", default="gptq", help="gptq (default), awq, or rtn: rounding to nearest, without calibration")
     add("--output", type=Path, help="folder of the checkpoint; must not be there")
     add("--report", type=Path, help="only report: an existing checkpoint of --format, beside its base --model")
     add(
