@@ -84,6 +84,12 @@ def test_checkpoint_holds_no_base(finished):
     )  # weights, two moments, little else
 
 
+def test_one_checkpoint_is_left(finished):
+    """Lightning saves at the end of a run that it has not saved before, and numbers a file that it did not write."""
+    _, folder = finished
+    assert [path.name for path in folder.rglob("*.ckpt")] == ["last.ckpt"]
+
+
 def test_saved_adapter_gives_the_policys_numbers(finished):
     from peft import PeftModel
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 
 from qerl_pl.rollouts import say_notes
@@ -19,6 +20,9 @@ class AdapterFolder(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._training = True  # before this, the state of a checkpoint to go on from is not in place
+        checkpoint: Any = trainer.checkpoint_callback
+        if isinstance(checkpoint, ModelCheckpoint):  # last.ckpt is also ours: Lightning would write another, last-v1
+            checkpoint.last_model_path = checkpoint.format_checkpoint_name({}, checkpoint.CHECKPOINT_NAME_LAST)
         _say(f"this run writes to {run_folder(trainer)}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
