@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -171,6 +172,16 @@ def test_several_updates_of_one_batch(tmp_path):
     assert len(rows(tmp_path)) == 2 * 16
 
 
+def follow(line: str, *more: str) -> str:
+    """Run the command that a line ends with, in another folder; what it said."""
+    words = shlex.split(line[line.index("qerl-pl ") :])
+    done = subprocess.run(
+        [sys.executable, "-m", "qerl_pl", *words[1:], *more], capture_output=True, text=True, timeout=120, check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CONFIG.parents[1])}, cwd="/",
+    )  # fmt: skip
+    return done.stderr
+
+
 def test_ctrl_c_leaves_a_checkpoint(tmp_path):
     command = [
         sys.executable,
@@ -196,13 +207,21 @@ def test_ctrl_c_leaves_a_checkpoint(tmp_path):
     assert "Traceback" not in errors
     [checkpoint] = tmp_path.rglob("last.ckpt")
     assert f"this run writes to {checkpoint.parents[1]}\n" in errors
-    assert f"stopped; --ckpt_path {checkpoint} goes on from there\n" in errors
+    assert "model tiny in NVFP4, LoRA rank 16, engine TransformersEngine\n" in errors
+    assert "64 training prompts of Arithmetic (generated word problems): 1,000 rollouts of 4 prompts x 4 " in errors
     state = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=False)
     done = state["RolloutDataModule"]["rollouts"]
     assert done >= 1 and state["global_step"] == done
     assert list(tmp_path.rglob("adapter_model.safetensors"))
-    finish = [*command, "--trainer.max_steps", str(done + 2), "--ckpt_path", "last"]
-    subprocess.run(finish, cwd=CONFIG.parents[1], check=True, capture_output=True, timeout=120)
+    told = [line for line in errors.splitlines() if line.startswith("stopped; go on from there: qerl-pl fit ")]
+    went_on = follow(told[0], "--trainer.max_steps", str(done + 2), "--data.num_generations", "2")
+    assert f": {done + 2} rollouts of 4 prompts x 2 completions, {done} of them done\n" in went_on
+    last_line = went_on.splitlines()[-1]
+    [resumed] = {path.parents[1] for path in tmp_path.rglob("last.ckpt")} - {checkpoint.parents[1]}
+    assert last_line.startswith(f"adapter: {resumed / 'adapter'} (a PEFT folder); test it: qerl-pl test ")
+    follow(last_line)
+    (result,) = tmp_path.rglob("results/test.json")
+    assert json.loads(result.read_text())["settings"]["policy"] == f"checkpoint {resumed / 'checkpoints' / 'last.ckpt'}"
     steps = sorted(
         {json.loads(line)["step"] for p in tmp_path.rglob("completions.jsonl") for line in p.read_text().splitlines()}
     )

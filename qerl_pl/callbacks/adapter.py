@@ -7,6 +7,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 
+from qerl_pl.callbacks.said import beginning, command
 from qerl_pl.rollouts import say_notes
 
 
@@ -23,10 +24,13 @@ class AdapterFolder(Callback):
         checkpoint: Any = trainer.checkpoint_callback
         if isinstance(checkpoint, ModelCheckpoint):  # last.ckpt is also ours: Lightning would write another, last-v1
             checkpoint.last_model_path = checkpoint.format_checkpoint_name({}, checkpoint.CHECKPOINT_NAME_LAST)
-        _say(f"this run writes to {run_folder(trainer)}")
+        _say(f"this run writes to {run_folder(trainer)}\n{beginning(trainer, pl_module)}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save_last(trainer)
+        adapter, last = run_folder(trainer) / "adapter", _last(trainer)
+        if last is not None and last.exists():
+            _say(f"adapter: {adapter} (a PEFT folder); test it: {command('test', adapter.parent, last)}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """``last.ckpt`` of the state as it is, so that ``--ckpt_path last`` goes on after the last finished rollout.
@@ -37,7 +41,7 @@ class AdapterFolder(Callback):
             self._save_last(trainer)
         last = _last(trainer)
         if last is not None and last.exists():
-            _say(f"stopped; --ckpt_path {last} goes on from there")
+            _say(f"stopped; go on from there: {command('fit', run_folder(trainer), last)}")
 
     def _save_last(self, trainer: Trainer) -> None:
         last = _last(trainer)
