@@ -216,6 +216,7 @@ def test_ctrl_c_leaves_a_checkpoint(tmp_path):
     told = [line for line in errors.splitlines() if line.startswith("stopped; go on from there: qerl-pl fit ")]
     went_on = follow(told[0], "--trainer.max_steps", str(done + 2), "--data.num_generations", "2")
     assert f": {done + 2} rollouts of 4 prompts x 2 completions, {done} of them done\n" in went_on
+    assert "not resumable" not in went_on and "dirpath has changed" not in went_on
     last_line = went_on.splitlines()[-1]
     [resumed] = {path.parents[1] for path in tmp_path.rglob("last.ckpt")} - {checkpoint.parents[1]}
     assert last_line.startswith(f"adapter: {resumed / 'adapter'} (a PEFT folder); test it: qerl-pl test ")
