@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from qerl_pl.lightning_cli import QeRLCLI
+from qerl_pl.rollouts import Report, say_notes
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 SMALL = [
@@ -21,8 +22,9 @@ SMALL = [
 ]  # fmt: skip
 
 
-def run(folder: Path, *args: str) -> QeRLCLI:
+def run(folder: Path, *args: str, report: Report = say_notes) -> QeRLCLI:
     cli = QeRLCLI(args=["--config", str(CONFIG), *SMALL, "--trainer.logger.save_dir", str(folder), *args], run=False)
+    cli.datamodule.collector.report = report
     cli.trainer.fit(cli.model, cli.datamodule)
     return cli
 
@@ -166,10 +168,21 @@ def test_resuming_goes_on_exactly(tmp_path, stop, epoch, rounds):
 
 def test_several_updates_of_one_batch(tmp_path):
     passes = ("--model.loss.num_iterations", "2", "--model.loss.num_minibatches", "2", "--model.noise", "none")
-    cli = run(tmp_path, "--trainer.max_steps", "8", "--trainer.val_check_interval", "100", *passes)
+    told: list[tuple[str, str]] = []
+    cli = run(tmp_path, "--trainer.max_steps", "8", "--trainer.val_check_interval", "100", *passes,
+              "--model.tokens_per_micro_batch", "256", report=lambda *words: told.append(words))  # fmt: skip
     assert cli.trainer.global_step == 8
     assert cli.model.total_rollouts == 2
     assert len(rows(tmp_path)) == 2 * 16
+    # Of each rollout batch 16 completions are scored, and learnt from twice; each count rises from 0 to its end.
+    # What the proof of the sync scores is not counted.
+    for phase, total in (("score", 16), ("update", 32)):
+        words = [text.split("/") for name, text in told if name == phase]
+        assert {end for _, end in words} == {f"{total} completions"}
+        counts = [int(count) for count, _ in words]
+        half = counts.index(total) + 1
+        for step in (counts[:half], counts[half:]):
+            assert step[0] == 0 and step[-1] == total and step == sorted(set(step)) and len(step) > 2
 
 
 def follow(line: str, *more: str) -> str:
