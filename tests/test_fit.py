@@ -111,6 +111,34 @@ def test_saved_adapter_gives_the_policys_numbers(finished):
     torch.testing.assert_close(ours[0, 1:], expected, atol=1e-4, rtol=0)
 
 
+def test_the_card_of_the_adapter_is_true(finished):
+    import yaml
+
+    cli, folder = finished
+    (card,) = folder.rglob("adapter/README.md")
+    _, head, text = card.read_text().split("---\n")
+    assert yaml.safe_load(head) == {
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["lora", "qerl-pl"],
+    }
+    assert "More Information" not in text
+    assert "\n- base: `tiny`, frozen, in NVFP4\n" in text
+    assert "\n- LoRA: rank 16, alpha 32, on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj\n" in text
+    assert "\n- trained: 6 rollouts of 4 prompts x 4 completions, from Arithmetic (generated word problems)\n" in text
+    assert (
+        f"\n- settings: `{card.parents[1] / 'config.yaml'}`\n" in text and (card.parents[1] / "config.yaml").is_file()
+    )
+    follow(text.split("```")[1])
+    (result,) = folder.rglob("results/test.json")
+    assert json.loads(result.read_text())["settings"]["policy"].startswith("checkpoint ")
+    made: dict = {}
+    exec(text.split("```python")[1].split("```")[0], made)
+    loaded = {n.replace(".default.", "."): t for n, t in made["model"].state_dict().items() if "lora_" in n}
+    ours = adapter(cli)
+    assert loaded.keys() == ours.keys() and all(torch.equal(loaded[n], t) for n, t in ours.items())
+
+
 def test_completions_table(finished):
     _, folder = finished
     table = rows(folder)

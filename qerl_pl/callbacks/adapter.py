@@ -7,7 +7,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 
-from qerl_pl.callbacks.said import beginning, command
+from qerl_pl.callbacks.said import beginning, card, command
 from qerl_pl.rollouts import say_notes
 
 
@@ -51,7 +51,10 @@ class AdapterFolder(Callback):
 
     def _save(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            pl_module.save_adapter(run_folder(trainer) / "adapter")  # type: ignore[operator]
+            folder, last = run_folder(trainer) / "adapter", _last(trainer)
+            pl_module.save_adapter(folder)  # type: ignore[operator]
+            if last is not None:
+                (folder / "README.md").write_text(card(trainer, pl_module, folder, last))
 
 
 @rank_zero_only
