@@ -44,6 +44,8 @@ QUIET = (
     r"weights_only` was not set",
     r"Total length of `list` across ranks is zero",  # no validation set
     r"Failed to load CPU gemm_4bit_forward",  # bitsandbytes, which PEFT imports where it is installed
+    r"your dataloader is not resumable",  # it is: RolloutDataModule keeps the place in the stream of prompts
+    r"The dirpath has changed from",  # always: a resumed run has a folder of its own, and best checkpoints of its own
     r"deprecated in v4\.4\d\.0",  # jsonargparse, of what Lightning 2.6 calls
 )
 """What libraries say that a user can do nothing about."""

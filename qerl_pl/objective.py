@@ -41,6 +41,9 @@ class Objective:
     log: StepLog
     backward: Callable[[Tensor], None]
     report: Callable[[str, str], None] = lambda phase, text: None
+    _phase: str = ""
+    _done: int = 0
+    _total: int = 0
 
     def mask(self, batch: RolloutBatch) -> Tensor:  # [B, T]
         """Tokens that have a loss."""
@@ -51,10 +54,13 @@ class Objective:
     def prepare(self, batch: RolloutBatch, updates: int) -> Scores:
         """Scores of the batch before its first update."""
         scores = Scores()
-        if updates > 1 or self.settings.top_entropy_quantile < 1:  # at the first and only update π_old is π
+        old = updates > 1 or self.settings.top_entropy_quantile < 1  # at the first and only update π_old is π
+        self._count("score", len(batch) * (old + bool(self.settings.beta)))
+        if old:
             scores.old, scores.entropy = self.score(batch)
         if self.settings.beta:
             scores.reference, _ = self.score(batch, adapter=False)
+        self._count("update", len(batch) * self.settings.num_iterations)
         return scores
 
     @torch.no_grad()
@@ -112,8 +118,17 @@ class Objective:
         return sum_of_losses
 
     def _micro_batches(self, batch: RolloutBatch, rows: Tensor) -> Iterator[Tensor]:
-        done = 0
         for micro in micro_batches(batch.lengths.cpu(), rows.cpu(), self.budget):
-            self.report("update", f"{done}/{len(rows)} completions")
             yield micro.to(batch.tokens.device)
-            done += len(micro)
+            if self._done < self._total:  # else the proof of a sync
+                self._done += len(micro)
+                self._tell()
+
+    def _count(self, phase: str, total: int) -> None:
+        """Of a rollout batch, ``total`` completions are gone through next, in one or more calls."""
+        self._phase, self._done, self._total = phase, 0, total
+        if total:
+            self._tell()
+
+    def _tell(self) -> None:
+        self.report(self._phase, f"{self._done}/{self._total} completions")

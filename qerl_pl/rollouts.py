@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from qerl_pl.advantages import group_advantages
 from qerl_pl.engine.base import Engine
@@ -25,7 +26,7 @@ Report = Callable[[str, str], None]
 def say_notes(phase: str, text: str) -> None:
     """Prints what a user should know, and nothing of the progress."""
     if phase == "note":
-        print(text, file=sys.stderr, flush=True)
+        tqdm.write(text, file=sys.stderr)  # a plain print would stand behind a progress bar
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from qerl_pl.lightning_cli import QeRLCLI
+from qerl_pl.rollouts import Report, say_notes
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 SMALL = [
@@ -20,8 +22,9 @@ SMALL = [
 ]  # fmt: skip
 
 
-def run(folder: Path, *args: str) -> QeRLCLI:
+def run(folder: Path, *args: str, report: Report = say_notes) -> QeRLCLI:
     cli = QeRLCLI(args=["--config", str(CONFIG), *SMALL, "--trainer.logger.save_dir", str(folder), *args], run=False)
+    cli.datamodule.collector.report = report
     cli.trainer.fit(cli.model, cli.datamodule)
     return cli
 
@@ -84,6 +87,12 @@ def test_checkpoint_holds_no_base(finished):
     )  # weights, two moments, little else
 
 
+def test_one_checkpoint_is_left(finished):
+    """Lightning saves at the end of a run that it has not saved before, and numbers a file that it did not write."""
+    _, folder = finished
+    assert [path.name for path in folder.rglob("*.ckpt")] == ["last.ckpt"]
+
+
 def test_saved_adapter_gives_the_policys_numbers(finished):
     from peft import PeftModel
 
@@ -100,6 +109,34 @@ def test_saved_adapter_gives_the_policys_numbers(finished):
         expected = loaded(tokens).logits.log_softmax(-1)[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0]
         ours, _ = cli.model.policy(tokens, torch.tensor([8]), mask)
     torch.testing.assert_close(ours[0, 1:], expected, atol=1e-4, rtol=0)
+
+
+def test_the_card_of_the_adapter_is_true(finished):
+    import yaml
+
+    cli, folder = finished
+    (card,) = folder.rglob("adapter/README.md")
+    _, head, text = card.read_text().split("---\n")
+    assert yaml.safe_load(head) == {
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["lora", "qerl-pl"],
+    }
+    assert "More Information" not in text
+    assert "\n- base: `tiny`, frozen, in NVFP4\n" in text
+    assert "\n- LoRA: rank 16, alpha 32, on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj\n" in text
+    assert "\n- trained: 6 rollouts of 4 prompts x 4 completions, from Arithmetic (generated word problems)\n" in text
+    assert (
+        f"\n- settings: `{card.parents[1] / 'config.yaml'}`\n" in text and (card.parents[1] / "config.yaml").is_file()
+    )
+    follow(text.split("```")[1])
+    (result,) = folder.rglob("results/test.json")
+    assert json.loads(result.read_text())["settings"]["policy"].startswith("checkpoint ")
+    made: dict = {}
+    exec(text.split("```python")[1].split("```")[0], made)
+    loaded = {n.replace(".default.", "."): t for n, t in made["model"].state_dict().items() if "lora_" in n}
+    ours = adapter(cli)
+    assert loaded.keys() == ours.keys() and all(torch.equal(loaded[n], t) for n, t in ours.items())
 
 
 def test_completions_table(finished):
@@ -159,10 +196,31 @@ def test_resuming_goes_on_exactly(tmp_path, stop, epoch, rounds):
 
 def test_several_updates_of_one_batch(tmp_path):
     passes = ("--model.loss.num_iterations", "2", "--model.loss.num_minibatches", "2", "--model.noise", "none")
-    cli = run(tmp_path, "--trainer.max_steps", "8", "--trainer.val_check_interval", "100", *passes)
+    told: list[tuple[str, str]] = []
+    cli = run(tmp_path, "--trainer.max_steps", "8", "--trainer.val_check_interval", "100", *passes,
+              "--model.tokens_per_micro_batch", "256", report=lambda *words: told.append(words))  # fmt: skip
     assert cli.trainer.global_step == 8
     assert cli.model.total_rollouts == 2
     assert len(rows(tmp_path)) == 2 * 16
+    # Of each rollout batch 16 completions are scored, and learnt from twice; each count rises from 0 to its end.
+    # What the proof of the sync scores is not counted.
+    for phase, total in (("score", 16), ("update", 32)):
+        words = [text.split("/") for name, text in told if name == phase]
+        assert {end for _, end in words} == {f"{total} completions"}
+        counts = [int(count) for count, _ in words]
+        half = counts.index(total) + 1
+        for step in (counts[:half], counts[half:]):
+            assert step[0] == 0 and step[-1] == total and step == sorted(set(step)) and len(step) > 2
+
+
+def follow(line: str, *more: str) -> str:
+    """Run the command that a line ends with, in another folder; what it said."""
+    words = shlex.split(line[line.index("qerl-pl ") :])
+    done = subprocess.run(
+        [sys.executable, "-m", "qerl_pl", *words[1:], *more], capture_output=True, text=True, timeout=120, check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CONFIG.parents[1])}, cwd="/",
+    )  # fmt: skip
+    return done.stderr
 
 
 def test_ctrl_c_leaves_a_checkpoint(tmp_path):
@@ -190,13 +248,22 @@ def test_ctrl_c_leaves_a_checkpoint(tmp_path):
     assert "Traceback" not in errors
     [checkpoint] = tmp_path.rglob("last.ckpt")
     assert f"this run writes to {checkpoint.parents[1]}\n" in errors
-    assert f"stopped; --ckpt_path {checkpoint} goes on from there\n" in errors
+    assert "model tiny in NVFP4, LoRA rank 16, engine TransformersEngine\n" in errors
+    assert "64 training prompts of Arithmetic (generated word problems): 1,000 rollouts of 4 prompts x 4 " in errors
     state = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=False)
     done = state["RolloutDataModule"]["rollouts"]
     assert done >= 1 and state["global_step"] == done
     assert list(tmp_path.rglob("adapter_model.safetensors"))
-    finish = [*command, "--trainer.max_steps", str(done + 2), "--ckpt_path", "last"]
-    subprocess.run(finish, cwd=CONFIG.parents[1], check=True, capture_output=True, timeout=120)
+    told = [line for line in errors.splitlines() if line.startswith("stopped; go on from there: qerl-pl fit ")]
+    went_on = follow(told[0], "--trainer.max_steps", str(done + 2), "--data.num_generations", "2")
+    assert f": {done + 2} rollouts of 4 prompts x 2 completions, {done} of them done\n" in went_on
+    assert "not resumable" not in went_on and "dirpath has changed" not in went_on
+    last_line = went_on.splitlines()[-1]
+    [resumed] = {path.parents[1] for path in tmp_path.rglob("last.ckpt")} - {checkpoint.parents[1]}
+    assert last_line.startswith(f"adapter: {resumed / 'adapter'} (a PEFT folder); test it: qerl-pl test ")
+    follow(last_line)
+    (result,) = tmp_path.rglob("results/test.json")
+    assert json.loads(result.read_text())["settings"]["policy"] == f"checkpoint {resumed / 'checkpoints' / 'last.ckpt'}"
     steps = sorted(
         {json.loads(line)["step"] for p in tmp_path.rglob("completions.jsonl") for line in p.read_text().splitlines()}
     )

@@ -1,13 +1,16 @@
 """Rollout batches with an engine that answers by a rule: what is sampled, kept, replaced and resumed."""
 
+import io
+import sys
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from qerl_pl.prompts import stream_index
-from qerl_pl.rollouts import Collector, TrainingRollouts
+from qerl_pl.rollouts import Collector, TrainingRollouts, say_notes
 from qerl_pl.types import Completion, Prompt, Sampling
 from registry.rewards import Boxed, PythonReward
 
@@ -125,3 +128,15 @@ def test_bad_settings() -> None:
         loader(rounds=0)
     with pytest.raises(ValueError, match="prompts_per_batch: 11 is more than the 10 training prompts"):
         loader(batch=11)
+
+
+def test_a_note_stands_on_a_line_of_its_own(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Tqdm(total=4, desc="Training", ncols=60, file=sys.stdout):  # where Lightning's are
+        say_notes("note", "one thing")
+    written = terminal.getvalue()
+    assert written.count("Training") >= 2  # the bar is drawn again
+    (line,) = [line for line in written.split("\n") if "one thing" in line]
+    assert line.rpartition("\r")[2] == "one thing"

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 
+from qerl_pl.callbacks.said import beginning, card, command
 from qerl_pl.rollouts import say_notes
 
 
@@ -19,10 +21,16 @@ class AdapterFolder(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._training = True  # before this, the state of a checkpoint to go on from is not in place
-        _say(f"this run writes to {run_folder(trainer)}")
+        checkpoint: Any = trainer.checkpoint_callback
+        if isinstance(checkpoint, ModelCheckpoint):  # last.ckpt is also ours: Lightning would write another, last-v1
+            checkpoint.last_model_path = checkpoint.format_checkpoint_name({}, checkpoint.CHECKPOINT_NAME_LAST)
+        _say(f"this run writes to {run_folder(trainer)}\n{beginning(trainer, pl_module)}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save_last(trainer)
+        adapter, last = run_folder(trainer) / "adapter", _last(trainer)
+        if last is not None and last.exists():
+            _say(f"adapter: {adapter} (a PEFT folder); test it: {command('test', adapter.parent, last)}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """``last.ckpt`` of the state as it is, so that ``--ckpt_path last`` goes on after the last finished rollout.
@@ -33,7 +41,7 @@ class AdapterFolder(Callback):
             self._save_last(trainer)
         last = _last(trainer)
         if last is not None and last.exists():
-            _say(f"stopped; --ckpt_path {last} goes on from there")
+            _say(f"stopped; go on from there: {command('fit', run_folder(trainer), last)}")
 
     def _save_last(self, trainer: Trainer) -> None:
         last = _last(trainer)
@@ -43,7 +51,10 @@ class AdapterFolder(Callback):
 
     def _save(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            pl_module.save_adapter(run_folder(trainer) / "adapter")  # type: ignore[operator]
+            folder, last = run_folder(trainer) / "adapter", _last(trainer)
+            pl_module.save_adapter(folder)  # type: ignore[operator]
+            if last is not None:
+                (folder / "README.md").write_text(card(trainer, pl_module, folder, last))
 
 
 @rank_zero_only

@@ -98,6 +98,8 @@ class Arithmetic(PromptSource):
         ValueError: if there is no such split or level.
     """
 
+    origin = "(generated word problems)"
+
     def __init__(self, split: str = "train", size: int = 4096, seed: int = 0, levels: list[int] | None = None) -> None:
         if split not in SPLITS:
             raise ValueError(f"arithmetic has no split {split!r}; use one of {', '.join(SPLITS)}")
