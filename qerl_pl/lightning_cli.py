@@ -31,7 +31,6 @@ QUIET = (
     r"configure_callbacks.*override existing",  # a second fit or test in the process
     r"weights_only` was not set",
     r"Total length of `list` across ranks is zero",  # no validation set
-    r"Failed to load CPU gemm_4bit_forward",  # bitsandbytes, which PEFT imports where it is installed
     r"deprecated in v4\.4\d\.0",  # jsonargparse, of what Lightning 2.6 calls
 )
 """What libraries say that a user can do nothing about."""
@@ -45,7 +44,6 @@ def _quiet() -> None:
         "lightning.pytorch.utilities.rank_zero",
         "lightning.pytorch.trainer.connectors.checkpoint_connector",
         "lightning.pytorch.trainer.connectors.logger_connector.logger_connector",
-        "bitsandbytes.backends.cpu.ops",
     ):
         logging.getLogger(name).addFilter(lambda record: not said.search(record.getMessage()))
 
