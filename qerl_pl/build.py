@@ -18,6 +18,27 @@ from registry.quantization import QuantFormat
 Layers = bool | int | Literal["auto"]
 
 
+BOUNDS = {
+    "learning rate": ("lr", "a number from 0 on"),
+    "beta": ("betas", "numbers from 0 to below 1"),
+    "weight_decay": ("weight_decay", "a number from 0 on"),
+    "epsilon": ("eps", "a number from 0 on"),
+}
+"""Settings, and what they may be, by the words in which torch's and bitsandbytes' optimizers refuse them."""
+
+
+def check_optimizer(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
+    """ValueError that names the setting if the optimizer refuses one. A matrix is tried, as the adapter has: some take
+    nothing else.
+    """
+    try:
+        make([torch.nn.Parameter(torch.zeros(1, 1))])
+    except ValueError as error:
+        name, allowed = next((bound for said, bound in BOUNDS.items() if said in str(error)), ("", ""))
+        fix = f"; give {name} {allowed}" if name else ""
+        raise ValueError(f"{'.'.join(filter(None, ['model.optimizer', name]))}: {error}{fix}") from error
+
+
 def build_policy(
     data: Any,
     model: str,

@@ -9,7 +9,7 @@ from qerl_pl.chat import Chat
 from qerl_pl.engine import Engine, EngineName, TransformersEngine
 from qerl_pl.evaluation import Identified
 from qerl_pl.prompts import Prompts, contamination, problem
-from qerl_pl.rewards import SAMPLE, check_answer_format, reward_keys, unverifiable
+from qerl_pl.rewards import SAMPLE, check_answer_format, check_signature, reward_keys, unverifiable
 from qerl_pl.rollouts import Collector, EvaluationRollouts, TrainingRollouts
 from qerl_pl.types import Sampling
 from registry.prompts import Arithmetic, PromptsName, PromptSource
@@ -99,6 +99,8 @@ class RolloutDataModule(LightningDataModule):
             )
         if not rewards:
             raise ValueError("rewards: the list is empty; name at least one, for example [gsm8k]")
+        for reward in rewards:
+            check_signature(reward)
         longest = eval_max_completion_length
         longest = min(4096, max_completion_length) if longest is None else longest
         if not 1 <= longest <= max_completion_length:

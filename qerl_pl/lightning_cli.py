@@ -1,16 +1,13 @@
 """The LightningCLI behind ``qerl-pl fit|validate|test``."""
 
 import contextlib
-import difflib
-import inspect
 import logging
 import os
 import re
 import socket
-import sys
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-defined]
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -19,18 +16,9 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from qerl_pl.callbacks import AdapterFolder, CompletionsTable, EvaluationResults, OneScreen, PhaseProgressBar
 from qerl_pl.callbacks.results import NO_ADAPTER
 from qerl_pl.datamodule import RolloutDataModule
-from qerl_pl.engine import ENGINES
 from qerl_pl.module import QeRLModule
+from qerl_pl.parser import REGISTRIES, Parser, refusal
 from qerl_pl.peft_folder import adapter_settings
-from registry.noise import SCHEDULES
-from registry.prompts import PROMPTS
-from registry.quantization import FORMATS
-from registry.rewards import ANSWER_FORMATS, REWARDS
-
-REGISTRIES = (FORMATS, SCHEDULES, REWARDS, ANSWER_FORMATS, PROMPTS, ENGINES)
-EXTRAS = {"bitsandbytes": "bitsandbytes"}
-"""Modules that a config may name and that only an extra brings."""
-
 
 QUIET = (
     r"Found \d+ module\(s\) in eval mode",  # the frozen base
@@ -43,7 +31,6 @@ QUIET = (
     r"configure_callbacks.*override existing",  # a second fit or test in the process
     r"weights_only` was not set",
     r"Total length of `list` across ranks is zero",  # no validation set
-    r"Failed to load CPU gemm_4bit_forward",  # bitsandbytes, which PEFT imports where it is installed
     r"your dataloader is not resumable",  # it is: RolloutDataModule keeps the place in the stream of prompts
     r"The dirpath has changed from",  # always: a resumed run has a folder of its own, and best checkpoints of its own
     r"deprecated in v4\.4\d\.0",  # jsonargparse, of what Lightning 2.6 calls
@@ -59,94 +46,8 @@ def _quiet() -> None:
         "lightning.pytorch.utilities.rank_zero",
         "lightning.pytorch.trainer.connectors.checkpoint_connector",
         "lightning.pytorch.trainer.connectors.logger_connector.logger_connector",
-        "bitsandbytes.backends.cpu.ops",
     ):
         logging.getLogger(name).addFilter(lambda record: not said.search(record.getMessage()))
-
-
-def _options(parser: LightningArgumentParser) -> set[str]:
-    """Names of all options of a parser and of its subcommands."""
-    names = {action.dest for action in parser._actions}
-    for action in parser._actions:
-        if isinstance(action.choices, dict):
-            names |= {name for sub in action.choices.values() for name in _options(sub)}
-    return names
-
-
-def _init_args() -> set[str]:
-    """Names of the settings of all registered components."""
-    classes = [registry[name] for registry in REGISTRIES for name in registry]
-    return {parameter for cls in classes for parameter in inspect.signature(cls).parameters}
-
-
-TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "NoneType": "null"}
-"""Python's names in words that YAML has."""
-_EXPECTED = re.compile(
-    r'Parser key "(?P<key>[\w.]+)":\n\s*(?:Expected a (?P<one>.+)\. Got value: (?P<its>.*)'
-    r"|Does not validate .*\n\s*Subtypes: \[(?P<several>.+)\]\n\s*Errors:\n"
-    r"(?:\s*- Expected a .*\n)+\s*Given value type: .*\n\s*Given value: (?P<theirs>.*))"
-)
-
-
-def wrong_type(message: str) -> tuple[str, str] | None:
-    """The key of a value that has the wrong type, and a sentence; None for other errors, and for types without words.
-
-    Of all that jsonargparse tried, the last: the setting of a component comes after the components it might be of.
-    """
-    found = list(_EXPECTED.finditer(message))
-    if not found:
-        return None
-    said = found[-1]
-    kinds = [
-        TYPES.get(class_, choices.replace("'", "") if choices else "")
-        for class_, choices in re.findall(r"<class '(\w+)'>|Literal\[([^\]]*)\]", said["one"] or said["several"])
-    ]
-    if not kinds or "" in kinds:
-        return None
-    value = said["its"] if said["its"] is not None else said["theirs"]
-    return said["key"], f"{value} must be {' or '.join(kinds)}"
-
-
-def refusal(message: str) -> str | None:
-    """What a component said of its settings, from jsonargparse's list of all that it tried; None if nothing did."""
-    said = re.findall(r"^\s+- ((?!Not of type |Does not validate |Expected |Problem with ).+)", message, re.MULTILINE)
-    return said[0] if len(said) == 1 and message.startswith("Does not validate against any of the Union") else None
-
-
-class Parser(LightningArgumentParser):
-    """Errors in one line, with what was probably meant."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error:  # of one possibility among several: the others are still to be tried
-            super().error(message, ex)
-        unknown = re.search(r"(?:[Oo]ption|[Kk]ey) '([\w.]+)'|--([\w.]+)", message)
-        key = next((g for g in unknown.groups() if g), None) if unknown else None
-        meant = ""
-        if key is not None:
-            known = _options(self) | _init_args()
-            close = difflib.get_close_matches(key.rpartition(".init_args.")[2], known, n=1)
-            if close and key not in known:
-                meant = f". Did you mean {close[0]!r}?"
-        name = re.search(r"Not of type \w+Name: (unknown .*|\S.* is not available: .*)", message)
-        where = re.search(r'Parser key "([\w.]+)"', message)
-        missing = re.search(rf"No module named '({'|'.join(EXTRAS)})'", message)
-        class_ = re.findall(r"given class_path '[\w.]*?(\w+)':((?:\n(?!\s*(?:- |Given value)).+)+)", message)
-        wrong = wrong_type(message)
-        if wrong is not None and where:
-            named = [c for c, _ in class_[-1:]]
-            inside = f"{wrong[0]}.".startswith(f"{where[1]}.")  # the key says the place too
-            path = [wrong[0], *named] if inside else [where[1], *named, wrong[0]]
-            message = f"{': '.join(path)}: {wrong[1]}"
-        elif name and where:  # of all that jsonargparse tried, the registry's answer is the one that helps
-            message = f"{where[1]}: {name[1]}"
-        elif missing and where:
-            message = f"{where[1]}: {missing[1]} is not installed; pip install 'qerl-pl[{EXTRAS[missing[1]]}]'"
-        elif class_ and where:  # a class was named: what else might have been there does not matter
-            message = f"{where[1]}: {': '.join(class_[-1])}{meant}"
-        else:
-            message += meant
-        print("qerl-pl: error:", " ".join(message.split()), file=sys.stderr)
-        sys.exit(2)
 
 
 def newest_checkpoint(config: Any) -> Path:

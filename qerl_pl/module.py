@@ -13,7 +13,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 
 from qerl_pl.batching import minibatches
-from qerl_pl.build import Layers, build_policy
+from qerl_pl.build import Layers, build_policy, check_optimizer
 from qerl_pl.callbacks import AdapterSync, AdaptiveQuantizationNoise
 from qerl_pl.checkpoint import resolve
 from qerl_pl.distributed import Replicas, add_up_gradients
@@ -93,6 +93,7 @@ class QeRLModule(LightningModule):
             raise ValueError(f"dtype: {dtype!r} is not one of auto, {', '.join(DTYPES)}")
         if lr_schedule not in ("constant", "linear", "cosine"):
             raise ValueError(f"lr_schedule: {lr_schedule!r} is not one of constant, linear, cosine")
+        check_optimizer(optimizer)
         self.model, self.quantization, self.lora, self.loss = model, quantization, lora, loss
         self.noise, self.noise_norms, self.noise_in_trainer = noise, noise_norms, noise_in_trainer
         if trained_norms and noise_in_trainer:

@@ -1,14 +1,22 @@
 """Completions -> rewards."""
 
+import inspect
 import math
-from collections.abc import Sequence
+import reprlib
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import registry
 from qerl_pl.types import Completion, Prompt
 from registry.rewards import VERDICTS, AnswerFormat, Reward, checked_scores, gold_answer
 
 COMPUTED = ("prompts", "completions", "extracted", "well_formed", "completion_ids", "finished")
 """What rewards receive besides the columns of the data, which must not have these names."""
+
+OURS = (Path(__file__).parent, Path(registry.__file__).parent)
+"""Code that is not the user's."""
 
 SAMPLE = 32
 """How many prompts the check at the start of a run tries; trying all would take minutes on a large set."""
@@ -24,6 +32,68 @@ def reward_keys(rewards: Sequence[Reward]) -> list[str]:
             key = f"{reward.name}_{n}"
         keys.append(key)
     return keys
+
+
+def check_signature(reward: Reward) -> None:
+    """ValueError unless ``score`` can call the reward; columns that only it knows of are taken to be in the data."""
+    signature = inspect.signature(reward)
+    names, first = list(signature.parameters), list(COMPUTED[:2])
+    needed = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    needed = [name for name in needed[2:] if signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD]
+    try:
+        signature.bind(*first, **dict.fromkeys((*COMPUTED[2:], "answer", *needed)))
+        if any(name in first and first.index(name) != i for i, name in enumerate(names)):
+            raise TypeError("prompts come first, then completions")
+    except TypeError as error:
+        raise ValueError(
+            f"reward {reward.name}: __call__{signature} cannot be given prompts and completions by place and the "
+            f"columns by name ({error}); write def __call__(self, prompts, completions, **columns), or give a function "
+            "that names what it reads to the reward python"
+        ) from error
+
+
+def _scores(key: str, reward: Reward, texts: Sequence[str], columns: dict[str, list[Any]]) -> Any:
+    """What the reward returns; ValueError with its name, the completion and the cause where a user's code raises."""
+
+    def call(rows: range) -> Any:
+        part = {name: [values[i] for i in rows] for name, values in columns.items()}
+        return reward(part.pop("prompts"), [texts[i] for i in rows], **part)
+
+    rows = range(len(texts))
+    try:
+        return call(rows)
+    except Exception as error:
+        theirs = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not any(folder in Path(frame.filename).parents for folder in OURS)
+        ]
+        if isinstance(error, ValueError | ImportError | OSError) and not theirs:
+            raise
+        files = [frame for frame in theirs if frame.filename == theirs[0].filename]  # not the libraries that it calls
+        line = f" ({Path(files[-1].filename).name}, line {files[-1].lineno})" if files else ""
+        row = _failing(call, rows)
+        which = f"{len(texts)} completions" if row is None else f"completion {row}, {reprlib.repr(texts[row])}"
+        raise ValueError(
+            f"reward {key} failed on {which}: {type(error).__name__}: {error}{line}; mend it there, or let it return "
+            "None to abstain; QERL_PL_DEBUG=1 shows the traceback"
+        ) from error
+
+
+def _failing(call: Callable[[range], Any], rows: range) -> int | None:
+    """The first row that fails alone, found by halves: one more pass over the rows at most. None if none does."""
+
+    def fails(rows: range) -> bool:
+        try:
+            call(rows)
+        except Exception:  # of a user's code
+            return True
+        return False
+
+    while len(rows) > 1:
+        half = rows[: len(rows) // 2]
+        rows = half if fails(half) else rows[len(half) :]
+    return rows[0] if fails(rows) else None
 
 
 def _columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
@@ -53,13 +123,14 @@ def score(
     texts = [completion.text for completion in completions]
     columns: dict[str, list[Any]] = {
         **_columns(prompts),
+        "prompts": [prompt.text for prompt in prompts],
         "extracted": [answer_format.extract(text) for text in texts],
         "well_formed": [answer_format.well_formed(text) for text in texts],
         "completion_ids": [completion.token_ids for completion in completions],
         "finished": [completion.finished for completion in completions],
     }
     parts = {
-        key: checked_scores(f"reward {key}", reward([prompt.text for prompt in prompts], texts, **columns), len(texts))
+        key: checked_scores(f"reward {key}", _scores(key, reward, texts, columns), len(texts))
         for key, reward in zip(reward_keys(rewards), rewards, strict=True)
     }
     totals = []

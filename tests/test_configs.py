@@ -137,3 +137,31 @@ def test_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert capsys.readouterr().err.strip() == (
         "qerl-pl: error: model.optimizer: bitsandbytes is not installed; pip install 'qerl-pl[bitsandbytes]'"
     )
+
+
+@pytest.mark.parametrize("more", [[], ["--data.test.a.init_args.limit", "1"]], ids=["", "limit"])
+def test_columns_of_one_of_several_sets(more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """jsonargparse tries the sets as one source first; what it did to them must not be seen by the next try."""
+    monkeypatch.setattr(QeRLCLI, "_run_subcommand", lambda self, subcommand: None)
+
+    def fit(*arguments: str) -> QeRLCLI:
+        monkeypatch.setattr(sys, "argv", ["qerl-pl", "fit", *arguments])
+        return QeRLCLI()
+
+    (tmp_path / "rows.jsonl").write_text('{"query": "1 + 1?", "result": "2", "level": 3}\n')
+    source = {
+        "class_path": "file",
+        "init_args": {
+            "path": str(tmp_path / "rows.jsonl"),
+            "columns": {"prompt": "query", "answer": "result"},
+            "where": {"level": {"min": 2}},
+        },
+    }
+    (tmp_path / "sets.yaml").write_text(yaml.safe_dump({"data": {"test": {"a": source, "b": source}}}))
+    cli = fit("--config", str(CONFIGS / "tiny.yaml"), "--config", str(tmp_path / "sets.yaml"), *more)
+    assert [dict(rows[0]) for rows in cli.datamodule.sets("test").values()] == [
+        {"prompt": "1 + 1?", "answer": "2", "level": 3}
+    ] * 2
+    (tmp_path / "again.yaml").write_text(cli._parser("fit").dump(cli.config.fit, skip_none=False))
+    again = fit("--config", str(tmp_path / "again.yaml"))
+    assert again.datamodule.sets("test")["a"].columns == {"prompt": "query", "answer": "result"}

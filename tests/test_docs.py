@@ -47,6 +47,23 @@ def test_section(section, tmp_path, monkeypatch):
     assert len(next(tmp_path.rglob("completions.jsonl")).read_text().splitlines()) in (16, 8)
 
 
+def test_the_reward_of_the_docs_tells_its_verdicts(tmp_path, monkeypatch):
+    from qerl_pl.rewards import score, verdict_rates
+    from qerl_pl.types import Completion, Prompt
+    from registry.rewards import Boxed
+
+    (text,) = blocks(next(s for s in SECTIONS if s.startswith("A reward with verdicts")), "python")
+    (tmp_path / "verdicts_of_the_docs.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = importlib.import_module("verdicts_of_the_docs").SameText(weight=2.0)
+    texts = [r"\boxed{4}", r"\boxed{5}", "4", r"so \boxed{ 4 }"]
+    prompts = [Prompt("p", [1], {"answer": 4})] * 4
+    parts, totals = score([reward], Boxed(), prompts, [Completion([1], [0.0], text, True) for text in texts])
+    assert (parts, totals) == ({"SameText": [1.0, 0.0, 0.0, 1.0]}, [2.0, 0.0, 0.0, 2.0])
+    rates = {name: rate for name, rate in verdict_rates([reward]).items() if rate}
+    assert rates == {"SameText/correct": 0.5, "SameText/wrong": 0.25, "SameText/no_answer": 0.25}
+
+
 @pytest.fixture
 def ternary(tmp_path, monkeypatch):
     (text,) = blocks(next(s for s in SECTIONS if s.startswith("A weight format")), "python")

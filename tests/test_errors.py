@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 from qerl_pl import lightning_cli
 from qerl_pl.cli import COMMANDS, HELP, LIGHTNING, main
 from qerl_pl.lightning_cli import QeRLCLI, nothing_but_config
+from qerl_pl.module import QeRLModule
 
 CONFIG = str(Path(__file__).parents[1] / "configs" / "tiny.yaml")
 
@@ -54,7 +55,23 @@ def answer(arguments, capsys, monkeypatch) -> str:
             ["--data.test", "{a: arithmetic2}"],
             "data.test: unknown prompt source 'arithmetic2'. Did you mean 'arithmetic'?",
         ),
+        (["--data.rewards", "gsm8k"], "error: data.rewards: gsm8k must be a list: [gsm8k]"),
+        (
+            ["--model.noise.sigma", "0.1"],
+            "model.noise: Exponential: Option 'sigma' is not accepted. Did you mean 'sigma_end' or 'sigma_start'? "
+            "It takes sigma_start, sigma_end, num_stages",
+        ),
         (["--data.engine", "vlm"], "unknown engine 'vlm'. Did you mean 'vllm'?"),
+        (["--lr", "0.1"], "unrecognized arguments: --lr 0.1. Did you mean 'model.optimizer.lr'?"),
+        (["--group_size", "32"], "Did you mean 'model.quantization.group_size'?"),
+        (["--max_step", "3"], "Did you mean 'trainer.max_steps'?"),
+        *(
+            (["--model.optimizer.lr", *rate], "error: model.optimizer.lr: Invalid learning rate: -0.001; give lr a num")
+            for rate in (["-1e-3"], ["-0.001"])
+        ),
+        (["--model.optimizer.betas", "[0.9, 1.5]"], "error: model.optimizer.betas: Invalid beta parameter at index 1"),
+        (["--model.optimizer.lrr", "1"], "error: model.optimizer: AdamW: Option 'lrr' is not accepted. Did you mean"),
+        (["--model.optimizer", "AdamX"], "optimizer: AdamX must be an import path, such as torch.optim.AdamW"),
         (["--model.lora.rnak", "8"], "--model.lora.rnak 8. Did you mean 'model.lora.rank'?"),
         (["--model.lora.rank", "eight"], "error: model.lora.rank: eight must be a whole number"),
         (["--model.lora", "{rank: eight}"], "error: model.lora.rank: eight must be a whole number"),
@@ -126,6 +143,22 @@ def test_commands_and_files(arguments, expected, capsys, monkeypatch):
 def test_unknown_keys_in_yaml(text, expected, tmp_path, capsys, monkeypatch):
     (tmp_path / "bad.yaml").write_text(text)
     assert expected in answer(["fit", "--config", CONFIG, "--config", str(tmp_path / "bad.yaml")], capsys, monkeypatch)
+
+
+def test_a_broken_file_is_named(tmp_path, capsys, monkeypatch):
+    """Of several, and with the line."""
+    monkeypatch.chdir(tmp_path)
+    Path("broken.yaml").write_text("model:\n  model: tiny\n  lora: {rank: 4\n  noise: x\n")
+    said = answer(["fit", "--config", CONFIG, "--config", "broken.yaml"], capsys, monkeypatch)
+    assert said.startswith("qerl-pl: error: broken.yaml is not YAML: ")
+    assert "at line 3, column 9" in said
+    assert "unicode string" not in said
+
+
+def test_an_optimizer_is_tried_before_anything_starts():
+    with pytest.raises(ValueError, match=r"model\.optimizer\.lr: Invalid learning rate: -1"):
+        QeRLModule(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=-1))
+    QeRLModule(optimizer=lambda parameters: torch.optim.Muon(parameters, lr=0.1))  # takes only matrices
 
 
 def test_missing_column(tmp_path, capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """pyproject.toml, the lock files and the package agree."""
 
+import logging
 import re
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
@@ -73,3 +74,10 @@ def test_assets_are_small() -> None:
 def test_package_finds_the_recipes() -> None:
     """Through a link, which packaging turns into a folder."""
     assert (ROOT / "qerl_pl" / "configs").readlink() == Path("../configs")
+
+
+def test_one_message_of_bitsandbytes_is_silenced(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "No module named 'kernels'")
+    logger.warning("Failed to load CPU quantize_4bit")
+    assert caplog.messages == ["Failed to load CPU quantize_4bit"]

@@ -259,7 +259,11 @@ def test_int4_with_one_scale_an_output(texts, tmp_path, monkeypatch, capsys):
             run(arguments(texts, output=tmp_path / "out", **given), patch)
     assert prepare(str(tmp_path / "out"), Int4(None)) == tmp_path / "out"
     use = "--model.quantization int4 --model.quantization.group_size null\n"
-    assert use in (tmp_path / "out" / "README.md").read_text()
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert use in text
+    words = shlex.split(text.partition("```bash\n")[2].splitlines()[0])
+    (config,) = (words[i + 1] for i, word in enumerate(words) if word == "--config")  # the default data are a toy's
+    assert (Path(__file__).parents[1] / config).is_file()
     again = shlex.split(capsys.readouterr().err.splitlines()[-1].partition(": ")[2])
     assert again[again.index("--group_size") + 1] == "null"
     said = refused(arguments(texts, report=tmp_path / "out", **given | {"group_size": 32}), capsys, monkeypatch)
@@ -268,7 +272,9 @@ def test_int4_with_one_scale_an_output(texts, tmp_path, monkeypatch, capsys):
     assert use in (tmp_path / "out" / "README.md").read_text()
     asked = []
 
-    def test(words, **how):
+    def test(words, run=subprocess.run, **how):
+        if "qerl_pl" not in words:  # jsonargparse asks for sys.path
+            return run(words, **how)
         asked.append(dict(zip(words[4::2], words[5::2], strict=True)).get("--model.quantization.group_size"))
         place = Path(words[words.index("--trainer.logger.save_dir") + 1]) / "results"
         place.mkdir()

@@ -90,14 +90,16 @@ def card(made: Mapping[str, Any], quality: Mapping[str, Any] | None) -> str:
     lines.append(["command", f"`{made['command']}`"])
     warned = "".join(f"\n- llm-compressor: {text}" for text in made["warnings"])
     head = f"---\nbase_model: {made['model']}\ntags: [quantized, {made['format']}, qerl-pl]\n---\n"
-    use = f"qerl-pl fit --model.model {made['output']} --model.quantization {made['format']}"
+    use = f"qerl-pl fit --config configs/gsm8k_0.5b.yaml --model.model {made['output']}"
+    use += f" --model.quantization {made['format']}"
     use += f" --model.quantization.group_size {made['group_size']}" if made.get("group_size") else ""
     heading, found = "## Quality", "no report yet: `qerl-pl quantize --report`"
     if quality is not None:
         heading = ", ".join(filter(None, [heading, beside(made, quality)]))
         found = f"{summary(quality)}\n\n{how(made, quality)}"
     title = f"{head}# {made['model']} in {made['format']}"
-    return f"{title}\n\n{markdown(lines)}\n{warned}\n\n```bash\n{use}\n```\n\n{heading}\n{found}\n"
+    config = "Data, rewards and length of a run are the config's: take one of qerl-pl's `configs/`, or your own."
+    return f"{title}\n\n{markdown(lines)}\n{warned}\n\n{config}\n\n```bash\n{use}\n```\n\n{heading}\n{found}\n"
 
 
 def draw(made: Mapping[str, Any], quality: Mapping[str, Any], target: Path) -> None:
