@@ -4,6 +4,8 @@ import difflib
 import inspect
 import re
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonargparse import Namespace
@@ -19,6 +21,7 @@ from registry.quantization import FORMATS
 from registry.rewards import ANSWER_FORMATS, REWARDS
 
 REGISTRIES = (FORMATS, SCHEDULES, REWARDS, ANSWER_FORMATS, PROMPTS, ENGINES)
+PACKAGE = Path(__file__).parent
 COMPONENTS: dict[str, Registry[Any]] = {
     "model.quantization": FORMATS,
     "model.noise": SCHEDULES,
@@ -105,6 +108,17 @@ def refusal(message: str) -> str | None:
     return said[0] if len(said) == 1 and message.startswith("Does not validate against any of the Union") else None
 
 
+def with_recipes(args: Sequence[str]) -> list[str]:
+    """``--config configs/NAME.yaml`` is that of the package where the current folder has no such file."""
+    found = list(args)
+    for i, arg in enumerate(args):
+        option, equals, name = arg.partition("=") if arg.startswith("--config=") else ("", "", arg)
+        given = option or (i > 0 and args[i - 1] in ("-c", "--config"))
+        if given and Path(name).parts[:1] == ("configs",) and not Path(name).exists() and (PACKAGE / name).is_file():
+            found[i] = f"{option}{equals}{PACKAGE / name}"
+    return found
+
+
 class Parser(LightningArgumentParser):
     """Errors in one line, with what was probably meant."""
 
@@ -112,6 +126,9 @@ class Parser(LightningArgumentParser):
         super().__init__(*args, **kwargs)
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)  # also -1e-3
         self.file: Any = None
+
+    def parse_args(self, args: Any = None, *more: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
+        return super().parse_args(with_recipes(sys.argv[1:] if args is None else args), *more, **kwargs)
 
     def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Namespace:
         # jsonargparse writes into what it tries, and the next possibility would be given dicts as namespaces

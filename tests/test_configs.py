@@ -165,3 +165,15 @@ def test_columns_of_one_of_several_sets(more: list[str], tmp_path: Path, monkeyp
     (tmp_path / "again.yaml").write_text(cli._parser("fit").dump(cli.config.fit, skip_none=False))
     again = fit("--config", str(tmp_path / "again.yaml"))
     assert again.datamodule.sets("test")["a"].columns == {"prompt": "query", "answer": "result"}
+
+
+@pytest.mark.parametrize("words", [["--config", "configs/tiny.yaml"], ["--config=configs/tiny.yaml"]])
+def test_recipes_from_any_folder(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder's own file comes first."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["qerl-pl"])
+    written = yaml.safe_load((CONFIGS / "tiny.yaml").read_text())["data"]["prompts_per_batch"]
+    assert QeRLCLI(args=words, run=False).config.data.prompts_per_batch == written != 3
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/tiny.yaml").write_text("data: {prompts_per_batch: 3}\n")
+    assert QeRLCLI(args=words, run=False).config.data.prompts_per_batch == 3
