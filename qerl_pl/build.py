@@ -19,10 +19,10 @@ Layers = bool | int | Literal["auto"]
 
 
 BOUNDS = {
-    "learning rate": ("lr", "a number from 0 on"),
-    "beta": ("betas", "numbers from 0 to below 1"),
-    "weight_decay": ("weight_decay", "a number from 0 on"),
-    "epsilon": ("eps", "a number from 0 on"),
+    "Invalid learning rate": ("lr", "a number from 0 on"),
+    "Invalid beta parameter": ("betas", "numbers from 0 to below 1"),
+    "Invalid weight_decay": ("weight_decay", "a number from 0 on"),
+    "Invalid epsilon": ("eps", "a number from 0 on"),
 }
 """Settings, and what they may be, by the words in which torch's and bitsandbytes' optimizers refuse them."""
 
@@ -60,7 +60,7 @@ def build_policy(
     folder = prepare(model, quantization)
     plan = None
     if on_gpu and data.engine.plannable:
-        optimizer_bytes = 2 if "8bit" in type(optimizer([torch.nn.Parameter(torch.zeros(1))])).__name__ else 8
+        optimizer_bytes = 2 if "8bit" in type(optimizer([torch.nn.Parameter(torch.zeros(1, 1))])).__name__ else 8
         plan = _plan(data, folder, quantization, lora, optimizer_bytes, tokens_per_micro_batch, shared_base, memory_gb)
         data.collector.report("note", plan.table())
     spec = EngineSpec(

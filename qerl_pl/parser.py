@@ -69,18 +69,39 @@ def _accepted(path: str, message: str) -> str:
     refused = re.search(r"Option '([\w.]+)' is not accepted", message)
     if refused is None:
         return ""
-    names = _parameters(import_path(path))
+    try:
+        names = _parameters(import_path(path))
+    except (ValueError, TypeError):  # a class within a class, or one without a signature
+        return ""
     meant = _meant(refused[1], set(names)) or "."
-    return f"{meant} It takes {', '.join(names) or 'no settings'}"
+    return f"{meant} It takes {', '.join(names)}" if names else ""  # a base class has none, and its children may
 
 
-TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "NoneType": "null"}
-"""Python's names in words that YAML has."""
+TYPES = {
+    "<class 'int'>": "a whole number", "<class 'float'>": "a number", "<class 'bool'>": "true or false",
+    "<class 'str'>": "a text", "<class 'NoneType'>": "null", "<class 'torch.Tensor'>": "",
+    "list[": "a list", "collections.abc.Iterable[": "a list", "dict[": "a mapping", "<class '": "a component",
+}  # fmt: skip
+"""Beginnings of Python's types in words that YAML has; a tensor it cannot have."""
 _EXPECTED = re.compile(
-    r'Parser key "(?P<key>[\w.]+)":\n\s*(?:Expected a (?P<one>.+)\. Got value: (?P<its>.*)'
+    r'Parser key "(?P<key>[\w.]+)":\s*(?:- )?(?:Expected a (?P<one>.+)\. Got value: (?P<its>.*)'
     r"|Does not validate .*\n\s*Subtypes: \[(?P<several>.+)\]\n\s*Errors:\n"
     r"(?:\s*- Expected a .*\n)+\s*Given value type: .*\n\s*Given value: (?P<theirs>.*))"
 )
+
+
+def _in_words(types: str) -> list[str]:
+    """Of types that commas separate; empty if one of them has no words."""
+    found = []
+    for one in re.split(r",\s*(?![^\[]*\])", types):
+        if one.startswith("typing.Literal["):
+            found.append(one[len("typing.Literal[") : -1].replace("'", ""))
+        else:
+            words = next((said for begin, said in TYPES.items() if one.startswith(begin)), None)
+            if words is None:
+                return []
+            found.append(words)
+    return list(dict.fromkeys(filter(None, found)))
 
 
 def wrong_type(message: str) -> tuple[str, str] | None:
@@ -92,11 +113,8 @@ def wrong_type(message: str) -> tuple[str, str] | None:
     if not found:
         return None
     said = found[-1]
-    kinds = [
-        TYPES.get(class_, choices.replace("'", "") if choices else "")
-        for class_, choices in re.findall(r"<class '(\w+)'>|Literal\[([^\]]*)\]", said["one"] or said["several"])
-    ]
-    if not kinds or "" in kinds:
+    kinds = _in_words(said["one"] or said["several"])
+    if not kinds or said["one"] == "<class 'list'>":
         return None
     value = said["its"] if said["its"] is not None else said["theirs"]
     return said["key"], f"{value} must be {' or '.join(kinds)}"
@@ -112,7 +130,7 @@ def with_recipes(args: Sequence[str]) -> list[str]:
     """``--config configs/NAME.yaml`` is that of the package where the current folder has no such file."""
     found = list(args)
     for i, arg in enumerate(args):
-        option, equals, name = arg.partition("=") if arg.startswith("--config=") else ("", "", arg)
+        option, equals, name = arg.partition("=") if arg.startswith(("-c=", "--config=")) else ("", "", arg)
         given = option or (i > 0 and args[i - 1] in ("-c", "--config"))
         if given and Path(name).parts[:1] == ("configs",) and not Path(name).exists() and (PACKAGE / name).is_file():
             found[i] = f"{option}{equals}{PACKAGE / name}"
@@ -149,6 +167,10 @@ class Parser(LightningArgumentParser):
         if message.startswith("Problems parsing config: ") and self.file is not None:
             cause = message.partition(": ")[2].replace('in "<unicode string>", ', "at ")
             return f"{self.file} is not YAML: {cause}"
+        message = re.sub(r"\n\s*- Expected a path but .*", "", message)  # a file might have had the value
+        message = re.sub(r"(callable class: Parser key (?s:.*))\. Got value: Namespace\(.*", r"\1", message)
+        if "got NestedArg(key=" in message and (where := re.search(r'Parser key "([\w.]+)"', message)):
+            return f"{where[1]}: its settings need a class; give --{where[1]} too, such as torch.optim.AdamW"
         name = re.search(r"Not of type \w+Name: (unknown .*|\S.* is not available: .*)", message)
         where = re.search(r'Parser key "([\w.]+)"', message)
         if where is None:
@@ -175,7 +197,7 @@ class Parser(LightningArgumentParser):
         ):
             return f"{where[1]}: {one[2].rpartition('.')[2]}: {one[1]}{_accepted(one[2], one[1])}"
         if one := re.search(r"- Expected a <class 'list'>\. Got value: (.+)", message):
-            return f"{where[1]}: {one[1]} must be a list: [{one[1]}]"
-        if one := re.search(r"Expected a dot import path string: (.+)", message):
+            return f"{where[1]}: {one[1]} must be a list" + (f": [{one[1]}]" if one[1] != "None" else "")
+        if where[1] == "model.optimizer" and (one := re.search(r"Expected a dot import path string: (.+)", message)):
             return f"{where[1]}: {one[1]} must be an import path, such as torch.optim.AdamW"
         return message

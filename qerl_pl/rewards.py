@@ -38,10 +38,13 @@ def check_signature(reward: Reward) -> None:
     """ValueError unless ``score`` can call the reward; columns that only it knows of are taken to be in the data."""
     signature = inspect.signature(reward)
     names, first = list(signature.parameters), list(COMPUTED[:2])
-    needed = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
-    needed = [name for name in needed[2:] if signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD]
+    needed = [
+        p.name
+        for i, p in enumerate(signature.parameters.values())
+        if p.default is p.empty and (p.kind is p.KEYWORD_ONLY or (i > 1 and p.kind is p.POSITIONAL_OR_KEYWORD))
+    ]
     try:
-        signature.bind(*first, **dict.fromkeys((*COMPUTED[2:], "answer", *needed)))
+        signature.bind(*first, **dict.fromkeys((*COMPUTED[2:], *needed)))
         if any(name in first and first.index(name) != i for i, name in enumerate(names)):
             raise TypeError("prompts come first, then completions")
     except TypeError as error:
@@ -72,7 +75,7 @@ def _scores(key: str, reward: Reward, texts: Sequence[str], columns: dict[str, l
             raise
         files = [frame for frame in theirs if frame.filename == theirs[0].filename]  # not the libraries that it calls
         line = f" ({Path(files[-1].filename).name}, line {files[-1].lineno})" if files else ""
-        row = _failing(call, rows)
+        row = _failing(call, rows, error)
         which = f"{len(texts)} completions" if row is None else f"completion {row}, {reprlib.repr(texts[row])}"
         raise ValueError(
             f"reward {key} failed on {which}: {type(error).__name__}: {error}{line}; mend it there, or let it return "
@@ -80,14 +83,16 @@ def _scores(key: str, reward: Reward, texts: Sequence[str], columns: dict[str, l
         ) from error
 
 
-def _failing(call: Callable[[range], Any], rows: range) -> int | None:
-    """The first row that fails alone, found by halves: one more pass over the rows at most. None if none does."""
+def _failing(call: Callable[[range], Any], rows: range, error: Exception) -> int | None:
+    """The first row that fails alone and in the same way, found by halves: one more pass over the rows at most. None if
+    none does.
+    """
 
     def fails(rows: range) -> bool:
         try:
             call(rows)
-        except Exception:  # of a user's code
-            return True
+        except Exception as other:  # of a user's code
+            return (type(other), str(other)) == (type(error), str(error))
         return False
 
     while len(rows) > 1:

@@ -15,8 +15,15 @@ from qerl_pl import lightning_cli
 from qerl_pl.cli import COMMANDS, HELP, LIGHTNING, main
 from qerl_pl.lightning_cli import QeRLCLI, nothing_but_config
 from qerl_pl.module import QeRLModule
+from registry.rewards import Reward
 
 CONFIG = str(Path(__file__).parents[1] / "configs" / "tiny.yaml")
+
+
+class Outer:
+    class Inner(Reward):
+        def __call__(self, prompts, completions, **columns):
+            return [0.0 for _ in completions]
 
 
 def answer(arguments, capsys, monkeypatch) -> str:
@@ -71,6 +78,15 @@ def answer(arguments, capsys, monkeypatch) -> str:
         ),
         (["--model.optimizer.betas", "[0.9, 1.5]"], "error: model.optimizer.betas: Invalid beta parameter at index 1"),
         (["--model.optimizer.lrr", "1"], "error: model.optimizer: AdamW: Option 'lrr' is not accepted. Did you mean"),
+        (["--model.optimizer.lr", "abc"], "error: model.optimizer: lr: abc must be a number"),
+        (["--model.optimizer.weight_decay", "x"], "error: model.optimizer: weight_decay: x must be a number"),
+        (["--trainer.logger", "ture"], "error: trainer.logger: ture must be a component or a list or true or false or"),
+        (["--data.rewards", "null"], "error: data.rewards: None must be a list"),
+        (["--data.chat_template_args", "x"], "error: data.chat_template_args: x must be a mapping or null"),
+        (
+            ["--data.rewards", "[{class_path: tests.test_errors.Outer.Inner, init_args: {fooo: 1}}]"],
+            "error: data.rewards: Inner: Option 'fooo' is not accepted",
+        ),
         (["--model.optimizer", "AdamX"], "optimizer: AdamX must be an import path, such as torch.optim.AdamW"),
         (["--model.lora.rnak", "8"], "--model.lora.rnak 8. Did you mean 'model.lora.rank'?"),
         (["--model.lora.rank", "eight"], "error: model.lora.rank: eight must be a whole number"),
@@ -127,6 +143,10 @@ def test_one_line(arguments, expected, capsys, monkeypatch):
         (["fitt"], "unknown command 'fitt'. Did you mean 'fit'? Commands: fit, validate, test, compare, bench, "),
         (["verify", "nope.jsonl"], "error: No such file or directory: nope.jsonl"),
         (["fit", "--config", "nope.yaml"], "File does not exist: "),
+        (
+            ["fit", "--model.optimizer.lr", "1e-3"],
+            "model.optimizer: its settings need a class; give --mod",
+        ),
     ],
 )
 def test_commands_and_files(arguments, expected, capsys, monkeypatch):

@@ -28,6 +28,11 @@ def together(completions: list[str]) -> list[float]:
     return [0.0]
 
 
+def in_fours(completions: list[str]) -> list[float]:
+    assert len(completions) % 4 == 0, "groups"
+    return [1 / len(text) for text in completions]
+
+
 def scored(reward: Reward, texts: list[str], **columns: Any) -> list[float | None]:
     prompts = [Prompt("p", [1], {"answer": "4"} | columns) for _ in texts]
     parts, _ = score([reward], ThinkAnswer(), prompts, [Completion([1], [0.0], text, True) for text in texts])
@@ -52,6 +57,11 @@ def line_of(function: Any, place: int) -> int:
             ["1", "two"],
             f"reward reads failed on completion 1, 'two': JSONDecodeError: Expecting value: line 1 column 1 (char 0) "
             f"(test_reward_mistakes.py, line {line_of(reads, 1)}); mend it",
+        ),
+        (
+            in_fours,
+            ["a", "b", "c", "d", "e", "f", "g", ""],
+            "reward in_fours failed on 8 completions: ZeroDivisionError",
         ),
         (together, ["1", "2", "3"], "reward together failed on 3 completions: KeyError: 'level' (test_reward_mis"),
     ],
@@ -107,8 +117,22 @@ def test_a_signature_is_checked_when_the_run_is_made(cls: type[Reward], why: str
         RolloutDataModule(rewards=[GSM8K(), cls()])
 
 
+class Stars(Reward):
+    def __call__(self, *given, level, **columns):  # type: ignore[no-untyped-def, override]
+        return [float(value) for value in level]
+
+
+class NoColumns(Reward):
+    """Of data that has none."""
+
+    def __call__(self, prompts, completions, extracted, well_formed, completion_ids, finished):  # type: ignore[no-untyped-def, override]
+        return [0.0 for _ in completions]
+
+
 def test_a_signature_that_will_do() -> None:
-    check_signature(Level())
+    for reward in (Level(), Stars(), NoColumns()):
+        check_signature(reward)
+    assert scored(Stars(), ["a", "b"], level=3) == [3.0, 3.0]
     assert scored(Level(), ["a", "b"], level=3) == [3.0, 3.0]
     with pytest.raises(ValueError, match=r"reward Level failed on completion 0, 'a': TypeError: .*'level'; mend it"):
         scored(Level(), ["a", "b"])
