@@ -80,7 +80,7 @@ def answer(arguments, capsys, monkeypatch) -> str:
         (["--model.optimizer.lrr", "1"], "error: model.optimizer: AdamW: Option 'lrr' is not accepted. Did you mean"),
         (["--model.optimizer.lr", "abc"], "error: model.optimizer: lr: abc must be a number"),
         (["--model.optimizer.weight_decay", "x"], "error: model.optimizer: weight_decay: x must be a number"),
-        (["--trainer.logger", "ture"], "error: trainer.logger: ture must be a component or a list or true or false or"),
+        (["--trainer.logger", "tensor"], "error: trainer.logger: tensor must be a component or a list or true"),
         (["--data.rewards", "null"], "error: data.rewards: None must be a list"),
         (["--data.chat_template_args", "x"], "error: data.chat_template_args: x must be a mapping or null"),
         (
