@@ -27,12 +27,10 @@ BOUNDS = {
 """Settings, and what they may be, by the words in which torch's and bitsandbytes' optimizers refuse them."""
 
 
-def check_optimizer(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
-    """ValueError that names the setting if the optimizer refuses one. A matrix is tried, as the adapter has: some take
-    nothing else.
-    """
+def check_optimizer(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Of a matrix, as the adapter has: some take nothing else. ValueError that names the setting if one is refused."""
     try:
-        make([torch.nn.Parameter(torch.zeros(1, 1))])
+        return make([torch.nn.Parameter(torch.zeros(1, 1))])
     except ValueError as error:
         name, allowed = next((bound for said, bound in BOUNDS.items() if said in str(error)), ("", ""))
         fix = f"; give {name} {allowed}" if name else ""
@@ -60,7 +58,7 @@ def build_policy(
     folder = prepare(model, quantization)
     plan = None
     if on_gpu and data.engine.plannable:
-        optimizer_bytes = 2 if "8bit" in type(optimizer([torch.nn.Parameter(torch.zeros(1, 1))])).__name__ else 8
+        optimizer_bytes = 2 if "8bit" in type(check_optimizer(optimizer)).__name__ else 8
         plan = _plan(data, folder, quantization, lora, optimizer_bytes, tokens_per_micro_batch, shared_base, memory_gb)
         data.collector.report("note", plan.table())
     spec = EngineSpec(

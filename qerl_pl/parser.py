@@ -169,14 +169,14 @@ class Parser(LightningArgumentParser):
             return f"{self.file} is not YAML: {cause}"
         message = re.sub(r"\n\s*- Expected a path but .*", "", message)  # a file might have had the value
         message = re.sub(r"(callable class: Parser key (?s:.*))\. Got value: Namespace\(.*", r"\1", message)
-        if "got NestedArg(key=" in message and (where := re.search(r'Parser key "([\w.]+)"', message)):
-            return f"{where[1]}: its settings need a class; give --{where[1]} too, such as torch.optim.AdamW"
         name = re.search(r"Not of type \w+Name: (unknown .*|\S.* is not available: .*)", message)
         where = re.search(r'Parser key "([\w.]+)"', message)
         if where is None:
             unknown = re.search(r"(?:[Oo]ption|[Kk]ey) '([\w.]+)'|--([\w.]+)", message)
             key = next(filter(None, unknown.groups())) if unknown else ""
             return message + (_meant(key, _options(self) | _component_options()) if key else "")
+        if "got NestedArg(key=" in message:
+            return f"{where[1]}: its settings need a class; give --{where[1]} too, such as torch.optim.AdamW"
         missing = re.search(rf"No module named '({'|'.join(EXTRAS)})'", message)
         class_ = re.findall(r"given class_path '([\w.]+)':((?:\n(?!\s*(?:- |Given value)).+)+)", message)
         paths = [path.rpartition(".")[2] for path, _ in class_[-1:]]

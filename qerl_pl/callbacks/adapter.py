@@ -21,9 +21,7 @@ class AdapterFolder(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._training = True  # before this, the state of a checkpoint to go on from is not in place
-        for (
-            checkpoint
-        ) in trainer.checkpoint_callbacks:  # last.ckpt is also ours: Lightning would write another, last-v1
+        for checkpoint in trainer.checkpoint_callbacks:  # last.ckpt is also ours; Lightning would write last-v1 too
             if isinstance(checkpoint, ModelCheckpoint) and checkpoint.CHECKPOINT_NAME_LAST == "last":
                 checkpoint.last_model_path = checkpoint.format_checkpoint_name({}, "last")
         _say(f"this run writes to {run_folder(trainer)}\n{beginning(trainer, pl_module)}")
