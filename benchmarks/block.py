@@ -26,8 +26,8 @@ HEAD, POSITIONS = 128, 4096
 Block = Callable[[Tensor, Tensor], Tensor]
 
 
-def block(shape: dict[str, Any], rank: int, seed: int) -> Block:
-    """Of random weights: (x [N, H], positions [N]) -> [N, H]; ``rank`` 0 is without LoRA."""
+def block(shape: dict[str, Any], rank: int, seed: int, kernel: Any) -> Block:
+    """Of random weights: (x [N, H], positions [N]) -> [N, H]; ``rank`` 0 is without LoRA; ``kernel`` an Nvfp4Kernel."""
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -39,7 +39,7 @@ def block(shape: dict[str, Any], rank: int, seed: int) -> Block:
     methods: dict[str, Any] = {}
     for i, (name, parts) in enumerate(widths.items()):
         inputs = inner if name == "down" else hidden
-        kernel, layers[name] = _layer(_random(sum(parts), inputs, 4 * seed + i))
+        _, layers[name] = _layer(_random(sum(parts), inputs, 4 * seed + i), kernel)
         methods[name] = SimpleNamespace(apply=kernel.apply_weights)
         if rank:
             a = (torch.randn(len(parts) * rank, inputs, device="cuda") / inputs**0.5).bfloat16()
@@ -74,13 +74,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--commit", help="if this is no git checkout")
     options = parser.parse_args()
+    from qerl_pl.engine.vllm_nvfp4 import DENSE_ROWS, Nvfp4Kernel
+
     results = Results("block", options.output, options.commit)
+    kernel = Nvfp4Kernel([n for n in numbers(options.tokens) if n <= DENSE_ROWS])  # compiles for them side by side
     for model in names(options.model):
         shape = SHAPES[model]
         hidden = shape["hidden_size"]
         copies = max(2, COLD // (hidden * (2 * hidden + 3 * shape["intermediate_size"]) * 9 // 16))
         for rank in numbers(options.rank):
-            blocks = [block(shape, rank, seed) for seed in range(copies)]
+            blocks = [block(shape, rank, seed, kernel) for seed in range(copies)]
             for tokens in numbers(options.tokens):
                 x = torch.randn(tokens, hidden, device="cuda").bfloat16()
                 positions = torch.randint(POSITIONS, (tokens,), device="cuda")

@@ -50,10 +50,11 @@ def humming(stored: dict[str, Tensor]) -> Call:
 
 
 def ours(stored: dict[str, Tensor]) -> Call:
-    """With A x of an adapter, in shares that are still to be summed."""
+    """With A x of an adapter; in shares that are still to be summed."""
     held, columns = _layer(stored)[1].humming, NVFP4().shape(stored)[1]
     a = torch.randn(RANK, columns, device="cuda").bfloat16()
-    return lambda x: decode_linear(x, held.weight, held.weight_scale, 1.0, None, a)
+    arrived = torch.zeros(1, dtype=torch.int32, device="cuda")
+    return lambda x: decode_linear(x, held.weight, held.weight_scale, 1.0, None, a, arrived)
 
 
 def dense(stored: dict[str, Tensor]) -> Call:
@@ -61,16 +62,16 @@ def dense(stored: dict[str, Tensor]) -> Call:
     return lambda x: x @ weight.T
 
 
-def _layer(stored: dict[str, Tensor]) -> tuple[Any, Any]:
+def _layer(stored: dict[str, Tensor], kernel: Any = None) -> tuple[Any, Any]:
     from qerl_pl.engine.vllm_nvfp4 import Nvfp4Kernel
 
+    kernel = kernel or Nvfp4Kernel([])
     rows, columns = NVFP4().shape(stored)
     layer: Any = torch.nn.Module()
     layer.output_size_per_partition, layer.input_size_per_partition, layer.bias = rows, columns, None
     layer.output_partition_sizes = [rows]
     for name, tensor in stored.items():
         setattr(layer, name, SimpleNamespace(data=tensor.clone()))
-    kernel = Nvfp4Kernel([])
     kernel.transform(layer, NVFP4())
     return kernel, layer
 

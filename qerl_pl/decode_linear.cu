@@ -44,6 +44,9 @@ __device__ __forceinline__ void twice(u32 pair, u32& low, u32& high) {
 
 // The launch may begin while the kernel before it runs; what that one wrote is there after this.
 __device__ __forceinline__ void await_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// From here on in all blocks the launch after this one may begin. Earlier it would take their place on the multiprocessors.
+__device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 #endif  // otherwise a test defines these for a CPU
 
 // Two E4M3 bytes as BF16 numbers, times 2^116: their bits are the numbers times 2^-120, subnormal ones included.
@@ -60,9 +63,7 @@ template <int r> __device__ __forceinline__ u32 codes(u32 word, u32 even, u32 od
   return select<0x01C001C0u>(magnitude, sign);
 }
 
-__device__ __forceinline__ u32 pair(const unsigned short* p, bool valid) {
-  return valid ? *reinterpret_cast<const u32*>(p) : 0u;
-}
+__device__ __forceinline__ uint4 eight(const uint4* p, bool valid) { return valid ? *p : uint4{0, 0, 0, 0}; }
 
 struct Tile { uint4 words; u32 scales, x0, x1; };
 
@@ -70,7 +71,7 @@ struct Tile { uint4 words; u32 scales, x0, x1; };
 extern "C" __global__ void __launch_bounds__(256, RESIDENT) decode_linear(
     const unsigned short* x, const uint4* __restrict__ weight, const unsigned short* __restrict__ scales,
     const unsigned short* __restrict__ bias, float* __restrict__ y, const unsigned short* __restrict__ a,
-    float* __restrict__ z, int tokens, int inputs, int outputs, int units, int shares, int columns, int z_blocks,
+    float* z, u32* arrived, int tokens, int inputs, int outputs, int units, int shares, int columns, int z_blocks,
     float factor) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0, 32);  // the same for all its lanes: the compiler knows
@@ -79,37 +80,52 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) decode_linear(
   __shared__ float sums[4][TOKENS][130];
   if (blockIdx.x < z_blocks) {
     await_inputs();
-    // A x: warps share strips of 16 columns, several share the inputs of one strip
+    start_next();
+    // A x: warps share strips of 16 columns, several share the inputs of one strip. A lane multiplies 8 inputs that lie in
+    // a row; mma counts them in another order, the same for both.
     const int strips = (columns + 15) / 16, subs = strips > 4 ? 1 : strips > 2 ? 2 : 4, per = 8 / subs, sub = warp / per;
-    const int part = blockIdx.x * subs + sub, parts = z_blocks * subs;
-    const int begin = (long long)tiles * part / parts, end = (long long)tiles * (part + 1) / parts;
+    const int part = blockIdx.x * subs + sub, parts = z_blocks * subs, groups = inputs / 32, size = tokens * columns;
+    const int begin = (long long)groups * part / parts, end = (long long)groups * (part + 1) / parts;
+    float* own = z + (size_t)(1 + blockIdx.x) * size;  // the first is for the sum, by the block that is ready last
     for (int strip = warp % per; strip < strips; strip += per) {
       float c[4] = {};
       const int row = strip * 16 + g;
-      const unsigned short* low = a + (size_t)row * inputs + 2 * q;
-      const unsigned short* high = low + (size_t)8 * inputs;
-#pragma unroll 8
+      const uint4* low = reinterpret_cast<const uint4*>(a + (size_t)row * inputs) + q;
+      const uint4* high = low + inputs;
+      const uint4* at = reinterpret_cast<const uint4*>(x + (size_t)g * inputs) + q;
+#pragma unroll 4
       for (int t = begin; t < end; ++t) {
-        const int k = 16 * t;
-        u32 a0 = pair(low + k, row < columns), a1 = pair(high + k, row + 8 < columns);
-        u32 a2 = pair(low + k + 8, row < columns), a3 = pair(high + k + 8, row + 8 < columns);
-        const unsigned short* at = x + (size_t)g * inputs + 2 * q + k;
-        mma(c, a0, a1, a2, a3, pair(at, g < tokens), pair(at + 8, g < tokens));
+        const uint4 above = eight(low + 4 * t, row < columns), below = eight(high + 4 * t, row + 8 < columns);
+        const uint4 by = eight(at + 4 * t, g < tokens);
+        mma(c, above.x, below.x, above.y, below.y, by.x, by.y);
+        mma(c, above.z, below.z, above.w, below.w, by.z, by.w);
       }
       for (int i = 0; i < 4; ++i) {
         const int token = 2 * q + (i & 1), column = row + 8 * (i >> 1);
         if (subs > 1)
           sums[sub][token][column] = c[i];  // at most 64 columns
         else if (token < tokens && column < columns)
-          z[((size_t)blockIdx.x * tokens + token) * columns + column] = c[i];
+          own[token * columns + column] = c[i];
       }
     }
-    if (subs == 1) return;
     __syncthreads();
-    for (int i = threadIdx.x; i < columns * tokens; i += 256) {
+    for (int i = threadIdx.x; subs > 1 && i < size; i += 256) {
       float sum = 0;
       for (int k = 0; k < subs; ++k) sum += sums[k][i / columns][i % columns];
-      z[((size_t)blockIdx.x * tokens + i / columns) * columns + i % columns] = sum;
+      own[i] = sum;
+    }
+    __threadfence();
+    __syncthreads();
+    __shared__ bool last;
+    if (threadIdx.x == 0) last = atomicInc(arrived, z_blocks - 1) == z_blocks - 1;  // and it is 0 again
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    for (int i = threadIdx.x; i < size; i += 256) {
+      float sum = 0;
+#pragma unroll 8
+      for (int k = 1; k <= z_blocks; ++k) sum += __ldcg(z + k * size + i);
+      z[i] = sum;
     }
     return;
   }
@@ -188,6 +204,7 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) decode_linear(
         }
       }
     }
+    if (begin + now >= end) start_next();
     const int place = blockIdx.x - z_blocks - block * tiles / units;  // among the blocks that share these outputs
     const bool last = begin + now == (block + 1) * tiles;
     begin += now;

@@ -29,27 +29,28 @@ def deal(blocks: int, tiles: int, slots: int = SLOTS - Z_SHARES) -> tuple[int, i
 
 
 def decode_linear(
-    x: Tensor, packed: Tensor, scales: Tensor, scale: float, bias: Tensor | None, a: Tensor
+    x: Tensor, packed: Tensor, scales: Tensor, scale: float, bias: Tensor | None, a: Tensor, arrived: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(y [shares, N, out], z [8, N, columns]) in FP32, each still to be summed over the first dimension.
+    """(y [shares, N, out], z [N, columns]) in FP32; y is still to be summed over the first dimension.
 
     y is x [N, in] times the weight, plus ``bias`` [out]: ``packed`` int32 [in / 16, 2 · out] and ``scales`` FP8
     [in / 16, out] in Humming's layout (marlin.py), ``scale`` the reciprocal of the checkpoint's global scale. z is x aᵀ
-    for the adapter's ``a`` [columns, in]. All BF16; N at most 8.
+    for the adapter's ``a`` [columns, in]. All BF16; N at most 8, and the inputs a multiple of 32. ``arrived`` is an
+    int32 0, which calls that may run at the same time do not share; it is 0 again afterwards.
     """
     (tokens, inputs), columns, outputs = x.shape, a.shape[0], scales.shape[1]
     blocks, tiles = outputs // OUTPUTS, inputs // 16
     units, shares = deal(blocks, tiles)
     y = torch.empty(shares, tokens, outputs, dtype=torch.float32, device=x.device)
-    z = torch.empty(Z_SHARES, tokens, columns, dtype=torch.float32, device=x.device)
+    z = torch.empty(1 + Z_SHARES, tokens, columns, dtype=torch.float32, device=x.device)
     _launch(
         compiled(torch.cuda.get_device_capability(x.device)),
         -(-blocks * tiles // units) + Z_SHARES,
-        [x, packed, scales, bias, y, a, z],
+        [x, packed, scales, bias, y, a, z, arrived],
         [tokens, inputs, outputs, units, shares, columns, Z_SHARES],
         scale * FACTOR,
     )
-    return y, z
+    return y, z[0]
 
 
 @cache

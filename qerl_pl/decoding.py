@@ -67,27 +67,25 @@ def _matrix(b, n, begin, width, rank, RANK: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _low_rank(  # type: ignore[no-untyped-def]
-    total, right, z, b, m, n, rows, width, rank, columns, first, SHARES: tl.constexpr, ROWS: tl.constexpr,
-    RANK: tl.constexpr,
+    total, right, z, b, m, n, rows, width, rank, columns, first, RANK: tl.constexpr,
 ):  # fmt: skip
-    """total [ROWS, OUT] + z bᵀ: rows m and ``rank`` columns from ``first`` on of z [shares, rows, columns], summed over
-    shares, and rows n of b [width, rank], of which ``right`` holds the first columns.
+    """total [ROWS, OUT] + z bᵀ: rows m and ``rank`` columns from ``first`` on of z [rows, columns], and rows n of b
+    [width, rank], of which ``right`` holds the first columns.
     """
-    share = tl.arange(0, SHARES)[:, None, None]
     for begin in range(0, rank, RANK):
         r = begin + tl.arange(0, RANK)
-        at = (share * rows + m[None, :, None]) * columns + first + r[None, None, :]
-        parts = tl.load(z + at, mask=(m < rows)[None, :, None] & (r < rank)[None, None, :], other=0.0)
+        at = m[:, None] * columns + first + r[None, :]
+        low = tl.load(z + at, mask=(m < rows)[:, None] & (r < rank)[None, :], other=0.0)
         if begin > 0:
             right = _matrix(b, n, begin, width, rank, RANK)
-        total += tl.dot(tl.reduce(parts, 0, _plus).to(right.dtype), tl.trans(right))
+        total += tl.dot(low.to(right.dtype), tl.trans(right))
     return total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _expand(  # type: ignore[no-untyped-def]
-    z, b, y, out, rows, width, rank, columns, second, third, SUMS: tl.constexpr, SHARES: tl.constexpr,
-    ROWS: tl.constexpr, OUT: tl.constexpr, RANK: tl.constexpr, EARLY: tl.constexpr,
+    z, b, y, out, rows, width, rank, columns, second, third, SUMS: tl.constexpr, ROWS: tl.constexpr,
+    OUT: tl.constexpr, RANK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [rows, width] = y [SUMS, rows, width], summed, + z bᵀ; the outputs from ``second`` and from ``third`` on take
     the second and third ``rank`` columns of z.
@@ -100,14 +98,14 @@ def _expand(  # type: ignore[no-untyped-def]
     right = _matrix(b, n, 0, width, rank, RANK)
     _await(EARLY)
     total = _sum(y, at, inside, rows * width, SUMS)
-    total = _low_rank(total, right, z, b, m, n, rows, width, rank, columns, part * rank, SHARES, ROWS, RANK)
+    total = _low_rank(total, right, z, b, m, n, rows, width, rank, columns, part * rank, RANK)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _swiglu(  # type: ignore[no-untyped-def]
-    z, b, y, out, rows, width, rank, columns, SUMS: tl.constexpr, SHARES: tl.constexpr, ROWS: tl.constexpr,
-    OUT: tl.constexpr, RANK: tl.constexpr, EARLY: tl.constexpr,
+    z, b, y, out, rows, width, rank, columns, SUMS: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr,
+    RANK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [rows, width] = silu(gate) · up; gate and up are y [SUMS, rows, 2 width], summed, + z bᵀ, rounded as if they
     were stored.
@@ -120,8 +118,8 @@ def _swiglu(  # type: ignore[no-untyped-def]
     _await(EARLY)
     gate = _sum(y, at, inside, rows * 2 * width, SUMS)
     up = _sum(y, at + width, inside, rows * 2 * width, SUMS)
-    gate = _low_rank(gate, of_gate, z, b, m, n, rows, width, rank, columns, 0, SHARES, ROWS, RANK)
-    up = _low_rank(up, of_up, z, b + width * rank, m, n, rows, width, rank, columns, rank, SHARES, ROWS, RANK)
+    gate = _low_rank(gate, of_gate, z, b, m, n, rows, width, rank, columns, 0, RANK)
+    up = _low_rank(up, of_up, z, b + width * rank, m, n, rows, width, rank, columns, rank, RANK)
     gate = gate.to(out.dtype.element_ty).to(tl.float32)
     value = gate / (1.0 + tl.exp(-gate)) * up.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + m[:, None].to(tl.int64) * width + n[None, :], value.to(out.dtype.element_ty), mask=inside)
@@ -130,7 +128,7 @@ def _swiglu(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotary(  # type: ignore[no-untyped-def]
     z, b, y, out, positions, cos_sin, rows, width, rank, columns, second, third, SUMS: tl.constexpr,
-    SHARES: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, RANK: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, HALF: tl.constexpr, RANK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [rows, width] as of ``_expand``, rounded as if it were stored, and then rotated by ``cos_sin`` [., 2 HALF] of
     the rows' positions but for the third part; a program computes one head, 2 HALF wide.
@@ -149,8 +147,8 @@ def _rotary(  # type: ignore[no-untyped-def]
     _await(EARLY)
     low = _sum(y, at, inside, rows * width, SUMS)
     high = _sum(y, at + HALF, inside, rows * width, SUMS)
-    low = _low_rank(low, of_low, z, b, m, n, rows, width, rank, columns, part * rank, SHARES, ROWS, RANK)
-    high = _low_rank(high, of_high, z, b, m, n + HALF, rows, width, rank, columns, part * rank, SHARES, ROWS, RANK)
+    low = _low_rank(low, of_low, z, b, m, n, rows, width, rank, columns, part * rank, RANK)
+    high = _low_rank(high, of_high, z, b, m, n + HALF, rows, width, rank, columns, part * rank, RANK)
     low = low.to(out.dtype.element_ty).to(tl.float32)
     high = high.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + at, (low * cos - high * sin).to(out.dtype.element_ty), mask=inside)
@@ -179,7 +177,7 @@ def _norm(  # type: ignore[no-untyped-def]
 
 
 def shrink(x: Tensor, a: Tensor, stream: torch.cuda.Stream | None = None) -> Tensor:
-    """x [N, in], a [outputs, in] -> z [1, N, outputs] in FP32: x aᵀ, summed up by shares of the inputs.
+    """x [N, in], a [outputs, in] -> z [N, outputs] in FP32: x aᵀ, summed up by shares of the inputs.
 
     Computed on ``stream`` if one is given, for which the caller must wait; the memory belongs to the current one.
     """
@@ -192,28 +190,30 @@ def shrink(x: Tensor, a: Tensor, stream: torch.cuda.Stream | None = None) -> Ten
     # One tensor, as what is returned must keep the shares from being reused before ``stream`` has got that far.
     several = int(shares > 1)
     z = torch.empty(several + shares, rows, outputs, dtype=torch.float32, device=x.device)
-    total, parts = z[:1], z[several:]
+    total, parts = z[0], z[several:]
     grid = (triton.cdiv(rows, m), triton.cdiv(outputs, r), shares)
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         _shrink[grid](x, a, parts, rows, inputs, x.stride(0), outputs, chunk, ROWS=m, OUT=r, IN=COLUMNS)
         if several:  # here it is beside the layer; what adds z is not
-            torch.sum(parts, 0, keepdim=True, out=total)
+            torch.sum(parts, 0, out=total)
     return total
 
 
 def expand(y: Tensor, z: Tensor, b: Tensor, widths: tuple[int, ...]) -> Tensor:
     """y + z bᵀ [N, out] in the dtype of b. y [N, out] is overwritten; of y [shares, N, out] the sum is taken.
 
-    z [shares, N, parts · rank] is from :func:`shrink`, b [out, rank]; ``widths`` are the outputs of up to three parts.
+    z [N, parts · rank] is from :func:`shrink`, b [out, rank]; ``widths`` are the outputs of up to three parts.
     """
-    shares, rows, columns = z.shape
+    rows, columns = z.shape
     width, rank = b.shape
     out = y if y.dim() == 2 else torch.empty(rows, width, dtype=b.dtype, device=y.device)
     m, tile = _tile(rows, ROWS), tile_of_outputs(widths)
+    if y.dim() == 3:  # of few tokens
+        tile = min(tile, 32)
     starts = [sum(widths[:i]) for i in range(1, len(widths))] + [width] * (3 - len(widths))
     grid = (triton.cdiv(rows, m), triton.cdiv(width, tile))
     _expand[grid](
-        z, b, y, out, rows, width, rank, columns, *starts, SUMS=1 if y.dim() == 2 else len(y), SHARES=shares, ROWS=m,
+        z, b, y, out, rows, width, rank, columns, *starts, SUMS=1 if y.dim() == 2 else len(y), ROWS=m,
         OUT=tile, RANK=_tile(rank, 64), **_launch(y.device),
     )  # fmt: skip
     return out
@@ -223,14 +223,14 @@ def swiglu(y: Tensor, z: Tensor, b: Tensor) -> Tensor:
     """silu(gate) · up [N, I] in the dtype of b, where gate and up are the halves of y + z bᵀ: y [N, 2 I] or [shares, N,
     2 I], z and b as in :func:`expand`.
     """
-    shares, rows, columns = z.shape
+    rows, columns = z.shape
     width, rank = b.shape[0] // 2, b.shape[1]
     out = torch.empty(rows, width, dtype=b.dtype, device=y.device)
-    m = _tile(rows, ROWS)
-    grid = (triton.cdiv(rows, m), triton.cdiv(width, 64))
+    m, (tile, warps) = _tile(rows, ROWS), (64, 4) if y.dim() == 2 else (128, 8)
+    grid = (triton.cdiv(rows, m), triton.cdiv(width, tile))
     _swiglu[grid](
-        z, b, y, out, rows, width, rank, columns, SUMS=1 if y.dim() == 2 else len(y), SHARES=shares, ROWS=m, OUT=64,
-        RANK=_tile(rank, 64), **_launch(y.device),
+        z, b, y, out, rows, width, rank, columns, SUMS=1 if y.dim() == 2 else len(y), ROWS=m, OUT=tile,
+        RANK=_tile(rank, 64), num_warps=warps, **_launch(y.device),
     )  # fmt: skip
     return out
 
@@ -242,12 +242,12 @@ def rotary(
 
     ``cos_sin`` [positions, D] has the cosines of half a head of D outputs, and then the sines. ``out`` may be y.
     """
-    shares, rows, columns = z.shape
+    rows, columns = z.shape
     width, rank, head = sum(widths), b.shape[1], cos_sin.shape[1]
     m = _tile(rows, ROWS)
     _rotary[(triton.cdiv(rows, m), width // head)](
         z, b, y, out, positions, cos_sin, rows, width, rank, columns, widths[0], widths[0] + widths[1],
-        SUMS=1 if y.dim() == 2 else len(y), SHARES=shares, ROWS=m, HALF=head // 2, RANK=_tile(rank, 64),
+        SUMS=1 if y.dim() == 2 else len(y), ROWS=m, HALF=head // 2, RANK=_tile(rank, 64),
         **_launch(y.device),
     )  # fmt: skip
 

@@ -14,6 +14,13 @@
 #define __shared__ static
 struct uint4 { uint32_t x, y, z, w; };
 template <typename T> T __ldcs(const T* p) { return *p; }
+template <typename T> T __ldcg(const T* p) { return *p; }
+inline void __threadfence() {}
+inline uint32_t atomicInc(uint32_t* p, uint32_t most) {  // one block at a time
+  const uint32_t before = *p;
+  *p = before >= most ? 0 : before + 1;
+  return before;
+}
 struct Index { int x; };
 static thread_local Index threadIdx, blockIdx;
 static std::unique_ptr<std::barrier<>> all, warps[8];
@@ -41,6 +48,7 @@ inline void twice(uint32_t pair, uint32_t& low, uint32_t& high) {
 
 using std::min;
 inline void await_inputs() {}
+inline void start_next() {}
 
 inline uint32_t __shfl_sync(uint32_t, uint32_t v, int from, int width) {
   static uint32_t values[8][32];
@@ -73,7 +81,7 @@ inline void mma(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, ui
 #include KERNEL
 
 extern "C" void run(const void* x, const void* weight, const void* scales, const void* bias, float* y, const void* a,
-                    float* z, int tokens, int inputs, int outputs, int units, int shares, int columns, int z_blocks,
+                    float* z, void* arrived, int tokens, int inputs, int outputs, int units, int shares, int columns, int z_blocks,
                     float factor) {
   all = std::make_unique<std::barrier<>>(256);
   for (auto& warp : warps) warp = std::make_unique<std::barrier<>>(32);
@@ -85,8 +93,8 @@ extern "C" void run(const void* x, const void* weight, const void* scales, const
         threadIdx.x = i;
         blockIdx.x = block;
         decode_linear((const unsigned short*)x, (const uint4*)weight, (const unsigned short*)scales,
-                      (const unsigned short*)bias, y, (const unsigned short*)a, z, tokens, inputs, outputs, units, shares,
-                      columns, z_blocks, factor);
+                      (const unsigned short*)bias, y, (const unsigned short*)a, z, (uint32_t*)arrived, tokens,
+                      inputs, outputs, units, shares, columns, z_blocks, factor);
       });
     for (auto& thread : threads) thread.join();
   }

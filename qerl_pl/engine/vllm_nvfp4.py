@@ -104,12 +104,14 @@ class Nvfp4Kernel:
         _check(layer, quantization, stored)
         layer.humming_tuning = self._tuning(humming)
 
+        arrived = torch.zeros(1, dtype=torch.int32, device=humming.weight.device)
+
         def few_tokens(x: Tensor, bias: Tensor | None, a: Tensor) -> tuple[Tensor, Tensor] | None:
-            """x [N, in] times the weight, and x aᵀ, in shares (decode_linear.py); None for more tokens."""
+            """x [N, in] times the weight, in shares, and x aᵀ (decode_linear.py); None for more tokens."""
             if len(x) > decode_linear.TOKENS:
                 return None
             packed, scales = humming.weight, humming.weight_scale
-            return decode_linear.decode_linear(x.contiguous(), packed, scales, scale, bias, a)
+            return decode_linear.decode_linear(x.contiguous(), packed, scales, scale, bias, a, arrived)
 
         layer.few_tokens = few_tokens
 
