@@ -186,9 +186,12 @@ def test_a_report_on_a_checkpoint_that_is_there(made, texts, tmp_path, monkeypat
     said = json.loads((tmp_path / "there" / "quality.json").read_text())["made"]
     assert said["algorithm"] == "not known" and "is not known" in said["held_out"]["why"]
     shutil.copy(made["awq"] / "quality.json", tmp_path / "there")
-    with pytest.raises(SystemExit):
-        run(arguments(texts, report=tmp_path / "there", held_out=5), monkeypatch)
-    assert "--held_out 5 × 96 reaches into the texts" in capsys.readouterr().err
+    alias = tmp_path / f"alias{texts.suffix}"
+    alias.symlink_to(texts)
+    for name in (texts, alias):  # a file has many names
+        with pytest.raises(SystemExit):
+            run(arguments(name, report=tmp_path / "there", held_out=5), monkeypatch)
+        assert "--held_out 5 × 96 reaches into the texts" in capsys.readouterr().err
 
 
 def test_accuracy_of_both_by_the_project_s_evaluation(made, texts, tmp_path, monkeypatch, capsys):

@@ -61,7 +61,7 @@ def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) 
         made = {"model": given.model, "format": given.format, "algorithm": "not known"}
     texts = draw_texts(base, given, 0, say)
     used = made.get("calibration") or {}
-    same = (used.get("source"), used.get("seed")) == (given.calibration, given.seed)
+    same = _same(used.get("source", ""), given.calibration) and used.get("seed") == given.seed
     if same and used["positions"][0] < texts.sequences["held_out"].texts[1]:
         raise ValueError(
             f"--held_out {given.held_out} × {given.max_length} reaches into the texts that {given.report} was "
@@ -70,6 +70,12 @@ def report_on(given: argparse.Namespace, base: Path, quantization: QuantFormat) 
     held = texts.held_out(why_held_out(made["algorithm"], same))
     stopped = f"stopped; {given.report} is as it was"
     add_report(given, base, Checkpoint(given.report, quantization), texts, made | {"held_out": held}, stopped)
+
+
+def _same(source: str, other: str) -> bool:
+    """Whether both name the same texts; a file has many names."""
+    files = Path(source).expanduser(), Path(other).expanduser()
+    return source == other or (all(file.is_file() for file in files) and files[0].samefile(files[1]))
 
 
 def add_report(
