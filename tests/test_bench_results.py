@@ -107,6 +107,23 @@ def test_plot(tmp_path):
     assert sorted(f.name for f in tmp_path.glob("*.png")) == ["memory.png", "rollout.png"]
 
 
+def test_a_series_has_one_color_on_all_axes(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn, axes = plot._grouped, []
+
+    def grouped(axis, *rest):
+        axes.append(axis)
+        drawn(axis, *rest)
+
+    monkeypatch.setattr(plot, "_grouped", grouped)
+    found = results.Results("rollout", tmp_path / "rollout.json", "test")
+    for model, format_ in (("7B", "nvfp4"), ("7B", "bf16"), ("14B", "bf16")):
+        found.add({"model": model, "format": format_, "batch": 1}, {"tokens_per_s": 1.0})
+    bench(["plot", str(tmp_path)])
+    (nvfp4, bf16), [alone] = ([bar.get_facecolor() for bar in axis.patches] for axis in axes)
+    assert alone == bf16 != nvfp4
+
+
 def test_a_plot_names_the_runs_that_its_rows_are_from():
     """Not those whose rows have all been measured again."""
     runs = [{"date": f"2000-01-0{day}", "commit": commit} for day, commit in ((1, "a"), (2, "b"), (2, "c"))]

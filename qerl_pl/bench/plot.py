@@ -1,5 +1,6 @@
 """Pictures of results: one PNG beside each JSON file."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from qerl_pl.bench.results import IDENTITY
 
 COLORS = ("#1d4ed8", "#60a5fa", "#b45309", "#fbbf24", "#15803d", "#86efac", "#7e22ce", "#d8b4fe", "#475569", "#cbd5e1")
 GREY = "#6b7280"
+Labelled = tuple[str, dict[str, Any]]
+"""The name of a series of bars, and a row of it."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +74,26 @@ def draw(result: dict[str, Any], panels: Sequence[Panel], target: Path) -> None:
     except ImportError as error:
         raise ImportError("bench plot needs matplotlib: pip install 'qerl-pl[plot]'") from error
     rows = result["rows"]
-    shown: list[tuple[Panel, str, list[dict[str, Any]]]] = []
+    shown: list[tuple[Panel, str, list[Labelled], dict[str, str]]] = []
     for panel in panels:
         own = [row for row in rows if ("budget_gb" in row) == panel.budget]
         drawn = [row for row in own if panel.value in row or ("error" in row and panel.group in row)]
         if not any(panel.value in row for row in drawn):
             continue
+        labelled = [(_label(row, panel.group, drawn), row) for row in drawn]
+        series = dict.fromkeys(label for label, _ in labelled)
+        colors = dict(zip(series, itertools.cycle(COLORS), strict=False))  # the same on the axes of all models
         models = list(dict.fromkeys(row["model"] for row in drawn)) if panel.group != "model" else [""]
-        shown += [(panel, m, [r for r in drawn if not m or r["model"] == m]) for m in models]
+        shown += [(panel, m, [(s, r) for s, r in labelled if not m or r["model"] == m], colors) for m in models]
     if not shown:
         raise ValueError(f"{target.name}: no row has {' or '.join(panel.value for panel in panels)}")
-    bars = max(len({_labels(r, p.group, part) for r in part}) * len(_groups(part, p.group)) for p, _, part in shown)
+    bars = max(len({s for s, _ in part}) * len(_groups([r for _, r in part], p.group)) for p, _, part, _ in shown)
     figure, axes = plt.subplots(
         len(shown), 1, figsize=(min(20.0, max(7.5, 0.42 * bars + 2.5)), 3.6 * len(shown)), squeeze=False,
         layout="constrained",
     )  # fmt: skip
-    for axis, (panel, model, part) in zip(axes[:, 0], shown, strict=True):
-        _grouped(axis, panel, part)
+    for axis, (panel, model, part, colors) in zip(axes[:, 0], shown, strict=True):
+        _grouped(axis, panel, part, colors)
         axis.set_title(f"{model}: {panel.title}" if model else panel.title, loc="left", fontweight="bold")
         axis.set_title(panel.better, loc="right", fontsize=8, color=GREY)
     versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if name in ("torch", "vllm", "peft"))
@@ -107,17 +113,17 @@ def _from(result: dict[str, Any]) -> str:
     return f"{', '.join(dates)} · {', '.join(commits)}"
 
 
-def _grouped(axis: Any, panel: Panel, rows: list[dict[str, Any]]) -> None:
+def _grouped(axis: Any, panel: Panel, labelled: list[Labelled], colors: dict[str, str]) -> None:
+    rows = [row for _, row in labelled]
     groups = _groups(rows, panel.group)
-    series = list(dict.fromkeys(_labels(row, panel.group, rows) for row in rows))
+    series = [label for label in colors if any(label == other for other, _ in labelled)]
     width = 0.84 / len(series)
     values = [row[panel.value] for row in rows if panel.value in row]
     low, high = min(values), max(values)
     for number, label in enumerate(series):
-        color = COLORS[number % len(COLORS)]
-        mine = [row for row in rows if _labels(row, panel.group, rows) == label]
+        color = colors[label]
         first = True
-        for row in mine:
+        for row in (row for other, row in labelled if other == label):
             x = groups.index(row.get(panel.group)) + (number - (len(series) - 1) / 2) * width
             if panel.value not in row:
                 text = "out of memory" if row.get("error") == "out of memory" else "failed"
@@ -154,9 +160,9 @@ def _groups(rows: list[dict[str, Any]], key: str) -> list[Any]:
     return sorted(found) if all(isinstance(group, int) for group in found) else found
 
 
-def _labels(row: dict[str, Any], group: str, rows: list[dict[str, Any]]) -> str:
+def _label(row: dict[str, Any], group: str, rows: list[dict[str, Any]]) -> str:
     """What tells the bars of a group apart; within a memory budget the batch is what fits."""
-    left_out = ("bench", group, "batch" if "budget_gb" in row else "")
+    left_out = ("bench", "model", group, "batch" if "budget_gb" in row else "")
     keys = [key for key in IDENTITY if key not in left_out and len({other.get(key) for other in rows}) > 1]
     parts = [(key, row[key]) for key in keys if key in row]
     return ", ".join(value if isinstance(value, str) else f"{key} {value}" for key, value in parts)
