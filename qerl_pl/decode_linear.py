@@ -39,6 +39,10 @@ def decode_linear(
     int32 0, which calls that may run at the same time do not share; it is 0 again afterwards.
     """
     (tokens, inputs), columns, outputs = x.shape, a.shape[0], scales.shape[1]
+    if inputs % 32 or x.data_ptr() % 16:
+        raise ValueError(
+            f"x [{tokens}, {inputs}] must have a multiple of 32 inputs and begin at a multiple of 16 bytes"
+        )
     blocks, tiles = outputs // OUTPUTS, inputs // 16
     units, shares = deal(blocks, tiles)
     y = torch.empty(shares, tokens, outputs, dtype=torch.float32, device=x.device)

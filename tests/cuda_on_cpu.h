@@ -12,7 +12,7 @@
 #define __global__
 #define __launch_bounds__(...)
 #define __shared__ static
-struct uint4 { uint32_t x, y, z, w; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
 template <typename T> T __ldcs(const T* p) { return *p; }
 template <typename T> T __ldcg(const T* p) { return *p; }
 inline void __threadfence() {}
@@ -86,7 +86,7 @@ extern "C" void run(const void* x, const void* weight, const void* scales, const
   all = std::make_unique<std::barrier<>>(256);
   for (auto& warp : warps) warp = std::make_unique<std::barrier<>>(32);
   const int tiles = outputs / 128 * (inputs / 16);
-  for (int block = 0; block < (tiles + units - 1) / units + z_blocks; ++block) {
+  for (int block = (tiles + units - 1) / units + z_blocks; block-- > 0;) {  // none may rely on the order
     std::vector<std::thread> threads;
     for (int i = 0; i < 256; ++i)
       threads.emplace_back([=] {

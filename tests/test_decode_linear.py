@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qerl_pl.decode_linear import FACTOR, deal
+from qerl_pl.decode_linear import FACTOR, deal, decode_linear
 from registry.quantization import NVFP4
 from tests.reference import dequantize_nvfp4
 from tests.test_marlin import pack
@@ -38,6 +38,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("kernel") / "kernel.so"
     command = [
         compiler, "-x", "c++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f'-DKERNEL="{SOURCE}"',
+        "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error",
         str(HERE / "cuda_on_cpu.h"), "-o", str(library),
     ]  # fmt: skip
     subprocess.run(command, check=True)
@@ -50,7 +51,15 @@ def random(*shape: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("tokens", "inputs", "columns", "slots", "has_bias"),
-    [(1, 96, 16, 3, True), (5, 352, 40, 5, False), (7, 192, 96, 2, True), (8, 64, 8, 1, False), (2, 1184, 64, 4, True)],
+    [
+        (1, 96, 16, 3, True),
+        (5, 352, 40, 5, False),
+        (7, 192, 96, 2, True),
+        (8, 64, 8, 1, False),
+        (2, 1184, 64, 4, True),
+        (3, 96, 72, 2, False),
+        (2, 64, 200, 1, False),
+    ],
 )
 def test_layer_and_adapter(
     compiled: ctypes.CDLL, tokens: int, inputs: int, columns: int, slots: int, has_bias: bool
@@ -81,3 +90,13 @@ def test_layer_and_adapter(
     want = x.double() @ a.double().T
     assert arrived == 0
     assert ((z[0].double() - want).norm() / want.norm()) < 1e-6
+
+
+def test_inputs_that_cannot_be_loaded() -> None:
+    packed, scales, a = (torch.zeros(shape, dtype=torch.int32) for shape in ((21, 256), (21, 128), (8, 336)))
+    with pytest.raises(ValueError, match=r"x \[1, 336\] must have a multiple of 32 inputs"):
+        decode_linear(torch.zeros(1, 336).bfloat16(), packed, scales, 1.0, None, a, packed)
+    x = torch.zeros(1, 356).bfloat16()[:, 4:]
+    assert x.is_contiguous()
+    with pytest.raises(ValueError, match="begin at a multiple of 16 bytes"):
+        decode_linear(x, packed, scales, 1.0, None, a, packed)

@@ -54,7 +54,7 @@ def adapted(widths: tuple[int, ...], kernels: bool) -> tuple[Any, Linear]:
 @pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("rows", [1, 8, 9, MANY])
 def test_kernels_and_plain_products_agree(decoding: ModuleType, rows: int, few: bool) -> None:
-    """With a kernel for few tokens too, which leaves shares of both sums; no number of tokens is left to PyTorch."""
+    """With a kernel for few tokens too, which leaves shares of the sum; no number of tokens is left to PyTorch."""
     x, bias = torch.randn(rows, INPUTS), torch.randn(sum(WIDTHS))
     (fast, linear), (plain, _) = adapted(WIDTHS, True), adapted(WIDTHS, False)
     fast.add = None

@@ -51,7 +51,7 @@ class AdapterMethod:
         return decoding.expand(y, low, self.b, self.widths)
 
     def _sums(self, layer: Any, rows: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What the layer computes, and A x, still in shares."""
+        """What the layer computes, maybe still in shares, and A x."""
         few = getattr(layer, "few_tokens", None)  # Nvfp4Kernel's
         if few is not None and (sums := few(rows, bias, self.a)) is not None:
             return sums
