@@ -21,7 +21,7 @@ from qerl_pl.evaluation import Grades
 from qerl_pl.gpu_memory import GPUMemory
 from qerl_pl.losses import Loss
 from qerl_pl.metrics import StepLog
-from qerl_pl.objective import Objective, Scores
+from qerl_pl.objective import Counter, Objective, Scores
 from qerl_pl.policy import DTYPES, LoRA, Policy, copy_adapter
 from qerl_pl.seeds import derive_seed
 from qerl_pl.types import RolloutBatch
@@ -171,7 +171,7 @@ class QeRLModule(LightningModule):
             self.data.sampling.max_tokens,
             self.step_log,
             self.manual_backward,
-            lambda phase, text: self.data.collector.report(phase, text),
+            Counter(lambda phase, text: self.data.collector.report(phase, text)),
         )
 
     def configure_optimizers(self) -> Any:

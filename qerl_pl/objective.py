@@ -1,7 +1,7 @@
 """The loss of a rollout batch over the policy: old scores, and gradients micro-batch by micro-batch."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,6 +30,27 @@ class Scores:
     reference: Tensor | None = None  # log-probabilities of the base
 
 
+class Counter:
+    """Says how many completions of a rollout batch are gone through, in one or more calls."""
+
+    def __init__(self, report: Callable[[str, str], None] = lambda phase, text: None) -> None:
+        self._report, self._phase, self._done, self._total = report, "", 0, 0
+
+    def begin(self, phase: str, total: int) -> None:
+        self._phase, self._done, self._total = phase, 0, total
+        self._say()
+
+    def add(self, completions: int) -> None:
+        """What comes after the last one, as the proof of a sync, is not counted."""
+        if self._done < self._total:
+            self._done += completions
+            self._say()
+
+    def _say(self) -> None:
+        if self._total:
+            self._report(self._phase, f"{self._done}/{self._total} completions")
+
+
 @dataclass
 class Objective:
     """Computes with the policy; memory is bounded by ``budget`` tokens at a time."""
@@ -40,10 +61,7 @@ class Objective:
     max_length: int  # of a completion
     log: StepLog
     backward: Callable[[Tensor], None]
-    report: Callable[[str, str], None] = lambda phase, text: None
-    _phase: str = ""
-    _done: int = 0
-    _total: int = 0
+    counter: Counter = field(default_factory=Counter)
 
     def mask(self, batch: RolloutBatch) -> Tensor:  # [B, T]
         """Tokens that have a loss."""
@@ -55,12 +73,12 @@ class Objective:
         """Scores of the batch before its first update."""
         scores = Scores()
         old = updates > 1 or self.settings.top_entropy_quantile < 1  # at the first and only update π_old is π
-        self._count("score", len(batch) * (old + bool(self.settings.beta)))
+        self.counter.begin("score", len(batch) * (old + bool(self.settings.beta)))
         if old:
             scores.old, scores.entropy = self.score(batch)
         if self.settings.beta:
             scores.reference, _ = self.score(batch, adapter=False)
-        self._count("update", len(batch) * self.settings.num_iterations)
+        self.counter.begin("update", len(batch) * self.settings.num_iterations)
         return scores
 
     @torch.no_grad()
@@ -120,15 +138,4 @@ class Objective:
     def _micro_batches(self, batch: RolloutBatch, rows: Tensor) -> Iterator[Tensor]:
         for micro in micro_batches(batch.lengths.cpu(), rows.cpu(), self.budget):
             yield micro.to(batch.tokens.device)
-            if self._done < self._total:  # else the proof of a sync
-                self._done += len(micro)
-                self._tell()
-
-    def _count(self, phase: str, total: int) -> None:
-        """Of a rollout batch, ``total`` completions are gone through next, in one or more calls."""
-        self._phase, self._done, self._total = phase, 0, total
-        if total:
-            self._tell()
-
-    def _tell(self) -> None:
-        self.report(self._phase, f"{self._done}/{self._total} completions")
+            self.counter.add(len(micro))
