@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -70,9 +71,14 @@ def _command(name: str) -> Callable[[Sequence[str]], int | None]:
 
 
 def _lightning(args: Sequence[str]) -> None:
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
     from qerl_pl.lightning_cli import QeRLCLI
 
-    QeRLCLI()  # reads sys.argv
+    try:
+        QeRLCLI()  # reads sys.argv
+    except SIGTERMException:  # a SystemExit, by itself of status 0; but a stopped run is no finished one
+        sys.exit(128 + signal.SIGTERM)
 
 
 def _run(command: Callable[[], int | None]) -> None:

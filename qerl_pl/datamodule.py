@@ -88,6 +88,7 @@ class RolloutDataModule(LightningDataModule):
             ("prompts_per_batch", prompts_per_batch),
             ("eval_samples", eval_samples),
             ("eval_batch", eval_batch),
+            ("max_completion_length", max_completion_length),
         ):
             if value < 1:
                 raise ValueError(f"{name}: {value} must be at least 1")
@@ -133,7 +134,8 @@ class RolloutDataModule(LightningDataModule):
             if reward.correctness:
                 return name
         raise ValueError(
-            "rewards: none of them checks correctness, so there is no pass@1 to report; add one such as gsm8k"
+            "rewards: none of them checks correctness, so there is no pass@1 to report; add one such as gsm8k, or give "
+            "--data.validation null"
         )
 
     @property

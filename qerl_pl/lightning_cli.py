@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import socket
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from qerl_pl.datamodule import RolloutDataModule
 from qerl_pl.module import QeRLModule
 from qerl_pl.parser import REGISTRIES, Parser, refusal
 from qerl_pl.peft_folder import adapter_settings
+from qerl_pl.resumed import changed_settings, check_checkpoint
 
 QUIET = (
     r"Found \d+ module\(s\) in eval mode",  # the frozen base
@@ -170,6 +172,9 @@ class QeRLCLI(LightningCLI):
                     new.rmdir()
             raise
 
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: Lightning's reads hyperparameters, of which a checkpoint holds none, before it can be checked."""
+
     def before_instantiate_classes(self) -> None:
         config = self.config if self.subcommand is None else self.config[self.subcommand]
         if (adapter := config.get("adapter")) is not None:
@@ -183,6 +188,14 @@ class QeRLCLI(LightningCLI):
                 callback.adapter, callback.base = adapter, bool(config.get("evaluate_base"))
         if config.get("ckpt_path") == "last":
             config.ckpt_path = str(newest_checkpoint(config))
+        if (path := config.get("ckpt_path")) is not None:
+            check_checkpoint(Path(path))
+            if self.subcommand == "fit" and os.environ.get("LOCAL_RANK", "0") == "0":
+                settings = self._parser("fit").dump(config, skip_none=False, skip_validation=True)
+                for line in changed_settings(Path(path), settings):
+                    print(f"qerl-pl: {line}", file=sys.stderr)
+        if config.trainer.val_check_interval == 0:
+            raise ValueError("trainer.val_check_interval: 0; for no validation give --data.validation null")
         if config.trainer.enable_progress_bar is False:
             self.trainer_defaults["callbacks"] = [
                 c for c in self.trainer_defaults["callbacks"] if not isinstance(c, PhaseProgressBar)

@@ -93,6 +93,8 @@ class QeRLModule(LightningModule):
             raise ValueError(f"dtype: {dtype!r} is not one of auto, {', '.join(DTYPES)}")
         if lr_schedule not in ("constant", "linear", "cosine"):
             raise ValueError(f"lr_schedule: {lr_schedule!r} is not one of constant, linear, cosine")
+        if not 0 <= warmup <= 1:
+            raise ValueError(f"warmup: {warmup} is a share of the optimizer steps, from 0 to 1; for 4 of 100 give 0.04")
         check_optimizer(optimizer)
         self.model, self.quantization, self.lora, self.loss = model, quantization, lora, loss
         self.noise, self.noise_norms, self.noise_in_trainer = noise, noise_norms, noise_in_trainer
@@ -128,6 +130,8 @@ class QeRLModule(LightningModule):
     def setup(self, stage: str) -> None:
         if self.trainer.world_size > 1:
             self._check_replicas()
+        if stage == "fit" and self.data.sets("validation") and self.trainer.limit_val_batches:
+            self.data.correctness  # noqa: B018  # raises now, and not at the first validation
         if self.trainer.precision not in ("32-true", "bf16-mixed"):
             raise ValueError(
                 f"trainer.precision: {self.trainer.precision} would cast the adapter and its optimizer state; "

@@ -77,6 +77,12 @@ def answer(arguments, capsys, monkeypatch) -> str:
             for rate in (["-1e-3"], ["-0.001"])
         ),
         (["--model.optimizer.betas", "[0.9, 1.5]"], "error: model.optimizer.betas: Invalid beta parameter at index 1"),
+        (["--model.warmup", "4"], "error: warmup: 4.0 is a share of the optimizer steps, from 0 to 1"),
+        (["--trainer.val_check_interval", "0"], "val_check_interval: 0; for no validation give --data.validation null"),
+        (["--ckpt_path", __file__], "test_errors.py is no checkpoint, or an incomplete one"),
+        (["--ckpt_path", "configs"], "error: ckpt_path: configs is a folder; name a checkpoint in it"),
+        (["--data.max_completion_length", "0"], "error: max_completion_length: 0 must be at least 1"),
+        (["--data.rewards", "[format]"], "rewards: none of them checks correctness, so there is no pass@1"),
         (["--model.optimizer.lrr", "1"], "error: model.optimizer: AdamW: Option 'lrr' is not accepted. Did you mean"),
         (["--model.optimizer.lr", "abc"], "error: model.optimizer: lr: abc must be a number"),
         (["--model.optimizer.weight_decay", "x"], "error: model.optimizer: weight_decay: x must be a number"),

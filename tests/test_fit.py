@@ -223,29 +223,33 @@ def follow(line: str, *more: str) -> str:
     return done.stderr
 
 
-def test_ctrl_c_leaves_a_checkpoint(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "qerl_pl",
-        "fit",
-        "--config",
-        str(CONFIG),
-        *SMALL,
-        "--trainer.logger.save_dir",
-        str(tmp_path),
-    ]
+def stopped_by(number: signal.Signals, folder: Path) -> tuple[int, str]:
+    """Exit status of a run that was sent a signal after its first rollout, and what it said."""
+    command = [sys.executable, "-m", "qerl_pl", "fit", "--config", str(CONFIG), *SMALL, "--trainer.max_steps", "1000"]
     process = subprocess.Popen(
-        [*command, "--trainer.max_steps", "1000"], cwd=CONFIG.parents[1], env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        [*command, "--trainer.logger.save_dir", str(folder)], cwd=CONFIG.parents[1], text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )  # fmt: skip
     deadline = time.monotonic() + 120
-    while not list(tmp_path.rglob("completions.jsonl")) and time.monotonic() < deadline:
+    while not list(folder.rglob("completions.jsonl")) and time.monotonic() < deadline:
         time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert "Traceback" not in errors
+    return process.returncode, errors
+
+
+def test_a_preempted_run_is_no_finished_one(tmp_path):
+    status, errors = stopped_by(signal.SIGTERM, tmp_path)
+    assert status == 143
+    assert "stopped; go on from there: qerl-pl fit " in errors
+    assert list(tmp_path.rglob("last.ckpt"))
+
+
+def test_ctrl_c_leaves_a_checkpoint(tmp_path):
+    status, errors = stopped_by(signal.SIGINT, tmp_path)
+    assert status == 1
     [checkpoint] = tmp_path.rglob("last.ckpt")
     assert f"this run writes to {checkpoint.parents[1]}\n" in errors
     assert "model tiny in NVFP4, LoRA rank 16, engine TransformersEngine\n" in errors
@@ -255,7 +259,12 @@ def test_ctrl_c_leaves_a_checkpoint(tmp_path):
     assert done >= 1 and state["global_step"] == done
     assert list(tmp_path.rglob("adapter_model.safetensors"))
     told = [line for line in errors.splitlines() if line.startswith("stopped; go on from there: qerl-pl fit ")]
-    went_on = follow(told[0], "--trainer.max_steps", str(done + 2), "--data.num_generations", "2")
+    settings = ["--trainer.max_steps", str(done + 2), "--data.num_generations", "2", "--model.optimizer.lr", "1e-6"]
+    went_on = follow(told[0], *settings, "--trainer.enable_progress_bar", "true", "--trainer.val_check_interval", "1")
+    assert "qerl-pl: data.num_generations: 4 in the run that it goes on from, 2 now\n" in went_on
+    lr = "qerl-pl: model.optimizer.init_args.lr: 0.001 in the run that it goes on from, 1e-06 now; the checkpoint's "
+    assert lr in went_on
+    assert f"after rollout {done + 2}/{done + 2}  validation/pass@1 0." in went_on
     assert f": {done + 2} rollouts of 4 prompts x 2 completions, {done} of them done\n" in went_on
     assert "not resumable" not in went_on and "dirpath has changed" not in went_on
     last_line = went_on.splitlines()[-1]

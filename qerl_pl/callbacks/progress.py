@@ -1,5 +1,6 @@
 """A progress bar that says which phase a step is in."""
 
+import re
 import sys
 import time
 from typing import Any
@@ -44,7 +45,7 @@ class PhaseProgressBar(TQDMProgressBar):
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         logged = trainer.callback_metrics
-        names = {"reward": "reward", "tokens_per_second/rollout": "tok/s", "validation/pass@1": "pass@1"}
+        names = {"reward": "reward", "tokens_per_second/rollout": "tok/s"}
         return {short: f"{float(logged[name]):.4g}" for name, short in names.items() if name in logged}
 
     def on_train_batch_end(
@@ -53,4 +54,18 @@ class PhaseProgressBar(TQDMProgressBar):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if not sys.stderr.isatty():
             values = "  ".join(f"{k} {v}" for k, v in self.get_metrics(trainer, pl_module).items())
-            print(f"rollout {batch.step + 1}/{pl_module.total_rollouts}  {values}", file=sys.stderr, flush=True)
+            self.say(f"rollout {batch.step + 1}/{pl_module.total_rollouts}  {values}")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        found = {n: v for n, v in trainer.callback_metrics.items() if re.fullmatch(r"validation/(.*/)?pass@1", n)}
+        if trainer.state.fn == "fit" and found:
+            values = "  ".join(f"{name} {float(value):.4g}" for name, value in found.items())
+            data: Any = trainer.datamodule  # type: ignore[attr-defined]
+            self.say(f"after rollout {data.done}/{pl_module.total_rollouts}  {values}")
+
+    def say(self, text: str) -> None:
+        if sys.stderr.isatty():
+            self.print(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
