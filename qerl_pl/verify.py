@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import pkgutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +39,9 @@ def verify(args: Sequence[str]) -> int:
     parser.add_argument(
         "file", type=Path, help="JSON lines with gold and response; also expected (is it right?), kind, task"
     )
-    parser.add_argument("--reward", help=f"{', '.join(verifiers())}; else the task of each row, or math")
+    parser.add_argument(
+        "--reward", help=f"{', '.join(verifiers())}, or the import path of a Verifier; else the task of each row"
+    )
     parser.add_argument("--workers", type=int, default=2, help="processes that compare expressions")
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds of one comparison")
     parser.add_argument("--wrong", action="store_true", help="also print the rows that are not as expected")
@@ -56,7 +59,7 @@ def verifiers() -> list[str]:
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of JSON lines; ValueError names the first line that is none."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -76,10 +79,19 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _verifier(name: str, workers: int, timeout: float) -> Verifier:
-    cls = TASKS.get(name) or REWARDS[name]
-    if not issubclass(cls, Verifier):
-        raise ValueError(f"reward {name!r} checks no gold; choose one of {', '.join(verifiers())}")
+    cls = TASKS.get(name) or (_imported(name) if "." in name else REWARDS[name])
+    if not (isinstance(cls, type) and issubclass(cls, Verifier)):
+        raise ValueError(
+            f"reward {name!r} checks no gold; choose one of {', '.join(verifiers())}, or a Verifier of yours"
+        )
     return Math(workers=workers, timeout=timeout) if cls is Math else cls()
+
+
+def _imported(path: str) -> Any:
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--reward {path} cannot be imported ({error})") from error
 
 
 def score_rows(rows: Sequence[dict[str, Any]], reward: str | None, workers: int, timeout: float) -> list[Row]:

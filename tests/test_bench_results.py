@@ -91,6 +91,11 @@ def test_spread_and_seconds():
         results.seconds(lambda: None, 0)
 
 
+def test_repeats_are_checked_before_anything_is_built():
+    with pytest.raises(ValueError, match="--repeats: 0 must be at least 1"):
+        bench(["train", "--model", "7B", "--repeats", "0"])  # 7B would be refused for want of a GPU
+
+
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     rollout = results.Results("rollout", tmp_path / "rollout.json", "test")

@@ -52,8 +52,13 @@ def test_a_wrong_row_fails_unless_debatable(tmp_path: Path, capsys: pytest.Captu
 def test_without_expected_verdicts_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"gold": gold, "response": "so 4 it is"} for gold in ("4", "")]
     rows += [{"gold": "4", "response": "#### 4"}]
-    assert verify([write(tmp_path / "rows.jsonl", rows), "--reward", "gsm8k"]) == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+    assert verify([write(tmp_path / "rows.jsonl", rows), "--reward", "registry.rewards.gsm8k.GSM8K"]) == 0
+    by_import_path = capsys.readouterr().out
+    path = Path(write(tmp_path / "rows.jsonl", rows))
+    path.write_text("\ufeff" + path.read_text(encoding="utf-8"), encoding="utf-8")  # a byte order mark
+    assert verify([str(path), "--reward", "gsm8k"]) == 0
+    assert (said := capsys.readouterr().out) == by_import_path
+    assert [line.split() for line in said.splitlines()] == [
         ["kind", "rows", "correct", "no_answer", "unverifiable_gold"],
         ["math", "3", "1", "1", "1"],
         ["all", "3", "1", "1", "1"],
@@ -73,6 +78,8 @@ def test_without_expected_verdicts_are_counted(tmp_path: Path, capsys: pytest.Ca
         ('{"gold": "4", "response": "4", "task": "chess"}', [], "task 'chess' is not one of gsm8k, math"),
         ('{"gold": "4", "response": "4"}', ["--reward", "format"], "reward 'format' checks no gold; choose one of"),
         ('{"gold": "4", "response": "4"}', ["--reward", "maths"], "unknown reward 'maths'. Did you mean 'math'?"),
+        ('{"gold": "4", "response": "4"}', ["--reward", "no.Where"], "--reward no.Where cannot be imported"),
+        ('{"gold": "4", "response": "4"}', ["--reward", "registry.rewards.Reward"], "checks no gold; choose one of"),
     ],
 )
 def test_mistakes_are_one_line(
