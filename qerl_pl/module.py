@@ -130,13 +130,13 @@ class QeRLModule(LightningModule):
     def setup(self, stage: str) -> None:
         if self.trainer.world_size > 1:
             self._check_replicas()
-        if stage == "fit" and self.data.sets("validation") and self.trainer.limit_val_batches:
-            self.data.correctness  # noqa: B018  # raises now, and not at the first validation
         if self.trainer.precision not in ("32-true", "bf16-mixed"):
             raise ValueError(
                 f"trainer.precision: {self.trainer.precision} would cast the adapter and its optimizer state; "
                 "use 32-true, and model.dtype: bfloat16 for the arithmetic of the base"
             )
+        if stage == "fit" and self.data.sets("validation") and self.trainer.limit_val_batches:
+            self.data.correctness  # noqa: B018  # raises now, and not at the first validation
 
     def _check_replicas(self) -> None:
         if not isinstance(self.trainer.strategy, Replicas):

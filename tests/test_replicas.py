@@ -63,7 +63,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
 def test_what_is_refused() -> None:
     def check(strategy: Any, loss: Loss, rounds: int = 1) -> None:
         module = QeRLModule(loss=loss)
-        data = SimpleNamespace(max_sampling_rounds=rounds)
+        data = SimpleNamespace(max_sampling_rounds=rounds, sets=lambda split: {})
         module._trainer = SimpleNamespace(world_size=2, strategy=strategy, datamodule=data, precision="32-true")
         module.setup("fit")
 
