@@ -2,13 +2,13 @@
 
 import argparse
 import json
-import pkgutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from registry._import import ImportPathError, import_path
 from registry.rewards import REWARDS, VERDICTS, AnswerFormat, AnswerTag, Choice, Math, Stated, ThinkAnswer, Verifier
 from registry.rewards.gsm8k import GSM8K
 
@@ -89,8 +89,8 @@ def _verifier(name: str, workers: int, timeout: float) -> Verifier:
 
 def _imported(path: str) -> Any:
     try:
-        return pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
+        return import_path(path)
+    except ImportPathError as error:
         raise ValueError(f"--reward {path} cannot be imported ({error})") from error
 
 

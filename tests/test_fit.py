@@ -240,6 +240,12 @@ def stopped_by(number: signal.Signals, folder: Path) -> tuple[int, str]:
     return process.returncode, errors
 
 
+def test_a_run_without_a_judge_is_refused_before_it_begins(tmp_path):
+    with pytest.raises(ValueError, match="none of them checks correctness"):
+        run(tmp_path, "--data.rewards", "[format]", "--trainer.max_steps", "2", "--trainer.val_check_interval", "1")
+    assert not list(tmp_path.rglob("completions.jsonl"))
+
+
 def test_a_preempted_run_is_no_finished_one(tmp_path):
     status, errors = stopped_by(signal.SIGTERM, tmp_path)
     assert status == 143

@@ -28,10 +28,12 @@ def bench(args: Sequence[str]) -> None:
         raise ValueError(f"bench: there is no {args[0]!r}; choose from {', '.join(WHAT)}")
     from jsonargparse import ArgumentParser
 
+    from qerl_pl.bench.results import check_repeats
+
     function = getattr(import_module(f"qerl_pl.bench.{args[0]}"), args[0])
     parser = ArgumentParser(prog=f"qerl-pl bench {args[0]}", description=function.__doc__.partition("\n")[0])
     parser.add_function_arguments(function, as_group=False, as_positional=True)
     options = vars(parser.parse_args(list(args[1:])))
-    if options.get("repeats", 1) < 1:
-        raise ValueError(f"--repeats: {options['repeats']} must be at least 1")
+    if "repeats" in options:
+        check_repeats(options["repeats"])
     function(**options)

@@ -152,10 +152,14 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def seconds(call: Callable[[], Any], repeats: int, warm_up: int = 1) -> list[float]:
-    """Wall time of each call, the warm-up left out."""
+def check_repeats(repeats: int) -> None:
     if repeats < 1:
         raise ValueError(f"--repeats: {repeats} must be at least 1")
+
+
+def seconds(call: Callable[[], Any], repeats: int, warm_up: int = 1) -> list[float]:
+    """Wall time of each call, the warm-up left out."""
+    check_repeats(repeats)
     times = []
     for _ in range(warm_up + repeats):
         synchronize()
