@@ -51,7 +51,7 @@ def rollout(
         batch: completions sampled at the same time.
         prompt_length: tokens.
         completion_length: tokens.
-        repeats: timed calls of each batch, after a warm-up.
+        repeats: timed calls of each batch, after a short one.
         budget_gb: memory of the card for the row of long completions.
         memory_gb: memory of the GPU that may be used, as on a smaller card.
         output: JSON file to add the rows to.
@@ -78,7 +78,7 @@ def rollout(
                         with results.candidate(what):
                             fitting = _fitting(what, max(batches))
                             # So many tokens that one call is enough.
-                            _measure(results, what, _spec(what, LONG, fitting), [fitting], 1, warm_up=0)
+                            _measure(results, what, _spec(what, LONG, fitting), [fitting], 1)
     results.finish()
 
 
@@ -99,7 +99,7 @@ def _fitting(what: dict[str, Any], most: int) -> int:
 
 
 def _measure(
-    results: Results, what: dict[str, Any], spec: EngineSpec, batches: Sequence[int], repeats: int, warm_up: int = 1
+    results: Results, what: dict[str, Any], spec: EngineSpec, batches: Sequence[int], repeats: int
 ) -> None:
     """One engine, all batches."""
     tokens, vocabulary, draws = what["completion_length"], spec.config["vocab_size"], torch.Generator().manual_seed(0)
@@ -121,9 +121,9 @@ def _measure(
                 def timed(batch: int = batch, counts: list[int] = counts) -> None:
                     counts.append(once(batch, tokens))
 
-                once(batch, min(24, tokens))
-                times = seconds(timed, repeats, warm_up)
-                rates = [count / time for count, time in zip(counts[warm_up:], times, strict=True)]
+                once(batch, min(24, tokens))  # warms up all that a longer call runs
+                times = seconds(timed, repeats, warm_up=0)
+                rates = [count / time for count, time in zip(counts, times, strict=True)]
                 measured = {
                     **spread("tokens_per_s", rates), **spread("milliseconds", [1e3 * t for t in times]),
                     "model_gb": engine.model_bytes() / 1e9, **peak(), "start_s": started, "repeats": repeats,
