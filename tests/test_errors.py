@@ -288,3 +288,18 @@ def test_help_is_light():
         [sys.executable, "-c", heavy], capture_output=True, text=True, check=True, cwd=Path(CONFIG).parents[1]
     )
     assert "usage: qerl-pl COMMAND" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"), [(["--help"], ""), (["--help"], "1"), (["--version"], ""), (["verify", "--help"], "")]
+)
+def test_output_that_nobody_reads(arguments, unbuffered):
+    """As in ``qerl-pl --help | head -1``: it ends as other tools do, without a word."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "qerl_pl", *arguments], stdout=writer, stderr=subprocess.PIPE, text=True, check=False,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered}, cwd=Path(CONFIG).parents[1],
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
