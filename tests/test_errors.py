@@ -136,6 +136,15 @@ def answer(arguments, capsys, monkeypatch) -> str:
         (["--data.train.size", "8"], "prompts_per_batch: 32 is more than the 8 training prompts"),
         (["--data.train", "file", "--data.train.path", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
         (["--data.answer_format", "boxed", "--data.rewards", "[format]"], "none of them checks correctness"),
+        (
+            ["--checkpoint.dirpath", f"{CONFIG}/x"],
+            f"/x cannot be written ({CONFIG}: Not a directory); give",
+        ),
+        (
+            ["--checkpoint.monitor", "validation/pas@1"],
+            "monitor: 'validation/pas@1' is never logged. Did you mean 'validation/pass@1'? docs/tensorboard.md has",
+        ),
+        (["--checkpoint.monitor", "validation/pass@1", "--data.validation", "null"], "'validation/pass@1' is never lo"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from qerl_pl.evaluation import metric_names
 from qerl_pl.lightning_cli import QeRLCLI
 from qerl_pl.rollouts import Report, say_notes
 
@@ -137,6 +138,22 @@ def test_the_card_of_the_adapter_is_true(finished):
     loaded = {n.replace(".default.", "."): t for n, t in made["model"].state_dict().items() if "lora_" in n}
     ours = adapter(cli)
     assert loaded.keys() == ours.keys() and all(torch.equal(loaded[n], t) for n, t in ours.items())
+
+
+def test_names_of_metrics_are_those_that_are_logged(finished):
+    cli, _ = finished
+    logged = {name for name in cli.trainer.callback_metrics if name.startswith("validation/")}
+    assert logged == metric_names("validation", cli.datamodule.sets("validation"), 2)
+
+
+def test_a_monitor_that_is_never_logged_ends_a_run_after_its_first_rollout(tmp_path):
+    arguments = ("--trainer.max_steps", "4", "--trainer.val_check_interval", "100")
+    with pytest.raises(ValueError, match=r"monitor: 'reword' is never logged\. Did you mean 'reward'\?"):
+        run(tmp_path, *arguments, "--checkpoint.monitor", "reword")
+    assert len(rows(tmp_path)) == 16
+    run(
+        tmp_path / "last", *arguments, "--checkpoint.monitor", "step_time/sync", "--checkpoint.every_n_train_steps", "2"
+    )
 
 
 def test_completions_table(finished):
