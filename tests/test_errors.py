@@ -190,6 +190,25 @@ def test_a_broken_file_is_named(tmp_path, capsys, monkeypatch):
     assert "unicode string" not in said
 
 
+@pytest.mark.parametrize("text", ["", "# nothing\n", "hello"])
+def test_a_file_without_settings_is_named(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.yaml").write_text(text)
+    said = answer(["fit", "--config", CONFIG, "--config", "empty.yaml"], capsys, monkeypatch)
+    assert (
+        said == "qerl-pl: error: empty.yaml holds no settings; give a YAML file of them, such as model: {model: tiny}"
+    )
+
+
+def test_a_file_of_rows_is_no_prompt_source(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text in ("{}", '{"question": "a", "answer": "b"}\n{"question": "a", "answer": "b"}\n'):
+        Path("rows.jsonl").write_text(text)
+        for words in (["--data.train", "rows.jsonl"], ["--data.train=rows.jsonl"]):
+            said = answer(["fit", "--config", CONFIG, *words], capsys, monkeypatch)
+            assert "data.train: rows.jsonl is no prompt source; give --data.train file --data.train.path rows." in said
+
+
 def test_an_optimizer_is_tried_before_anything_starts():
     with pytest.raises(ValueError, match=r"model\.optimizer\.lr: Invalid learning rate: -1"):
         QeRLModule(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=-1))
