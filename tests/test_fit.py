@@ -171,7 +171,16 @@ def test_completions_table(finished):
         assert sum(r["advantage"] for r in group) == pytest.approx(0, abs=1e-4)
     prompts = [r["prompt"] for r in table[::4]]
     assert len(set(prompts)) == len(prompts)  # no prompt twice in an epoch
-    assert len(rows(folder, "completions-validation.jsonl")) == 2 * 16 * 2
+    held_out = rows(folder, "completions-validation.jsonl")
+    assert len(held_out) == 2 * 16 * 2
+    assert [r["rollouts"] for r in held_out[::32]] == [3, 6]
+    assert not any("step" in r for r in held_out)
+
+
+def test_a_fast_dev_run_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path, "--trainer.fast_dev_run", "true")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
