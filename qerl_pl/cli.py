@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -49,11 +50,11 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.argv = [sys.argv[0], *args]  # LightningCLI distrusts arguments from anywhere else
     args = sys.argv[1:]
     if not args or args[0] in ("-h", "--help"):
-        print(HELP)
+        _run(lambda: print(HELP))
     elif args[0] == "--version":
         from qerl_pl import __version__
 
-        print(f"qerl-pl {__version__}")
+        _run(lambda: print(f"qerl-pl {__version__}"))
     else:
         _run(lambda: _command(args[0])(args[1:]))
 
@@ -84,8 +85,14 @@ def _lightning(args: Sequence[str]) -> None:
 def _run(command: Callable[[], int | None]) -> None:
     """Errors that a user can act on become one line; the rest keep their traceback."""
     try:
-        status = command()
+        try:
+            status = command()
+        finally:
+            sys.stdout.flush()  # at the exit it would be too late to answer a closed pipe
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _unread():  # and not a pipe to a process of ours: as after head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest is flushed again at the exit
+            sys.exit(128 + signal.SIGPIPE)
         ours = isinstance(error, RuntimeError) and "qerl_pl" in _origin(error)
         known = (
             isinstance(error, ValueError | ImportError | OSError) or type(error).__name__ == "MisconfigurationException"
@@ -101,6 +108,13 @@ def _run(command: Callable[[], int | None]) -> None:
         sys.exit(130)
     if status is not None:
         sys.exit(status)
+
+
+def _unread() -> bool:
+    """Whether the output goes to a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # a pipe without a reader is told unasked
+    return bool(poll.poll(0))
 
 
 def _origin(error: BaseException) -> str:

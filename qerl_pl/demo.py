@@ -64,7 +64,6 @@ def demo(args: Sequence[str] = ()) -> None:
     learned = learn(["--config", str(CONFIG), *args])
     folder, before, after = learned.folder, learned.before, learned.after
     print(f"curves:  tensorboard --logdir {folder}")
-    print(f"adapter: {folder / 'adapter'} (a PEFT folder)")
     print(f"results: {folder / 'results' / 'test.json'} (after training)")
     print(f"samples: {folder / 'completions.jsonl'} (training), {folder / 'completions-test.jsonl'} (held-out)")
     print(

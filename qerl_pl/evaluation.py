@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import zip_longest
@@ -141,6 +141,15 @@ class Grades:
         if self.sets and "" not in self.sets:
             found |= _ends(f"{split}/pass@1", mean_over_sets([pass_rate(p) for p in self.sets.values()]))
         return found
+
+
+def metric_names(split: str, sets: Iterable[str], samples: int) -> set[str]:
+    """All that is logged of an evaluation of sets with these names."""
+    n = samples
+    graded = Grades({name: [Problem("", [False] * n, [None] * n, [0] * n, [True] * n, True, {})] for name in sets})
+    prefixes = [f"{split}/{name}" if name else split for name in graded.sets]
+    others = {f"{prefix}/{k}" for prefix in prefixes for k in ("reward", "mean_length", "clipped_ratio")}
+    return others | graded.metrics(split).keys()
 
 
 def _ends(name: str, estimate: Estimate) -> dict[str, float]:

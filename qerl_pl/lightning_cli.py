@@ -14,7 +14,14 @@ from jsonargparse import ActionConfigFile, Namespace  # type: ignore[attr-define
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from qerl_pl.callbacks import AdapterFolder, CompletionsTable, EvaluationResults, OneScreen, PhaseProgressBar
+from qerl_pl.callbacks import (
+    AdapterFolder,
+    CheckpointCheck,
+    CompletionsTable,
+    EvaluationResults,
+    OneScreen,
+    PhaseProgressBar,
+)
 from qerl_pl.callbacks.results import NO_ADAPTER
 from qerl_pl.datamodule import RolloutDataModule
 from qerl_pl.module import QeRLModule
@@ -99,7 +106,13 @@ class QeRLCLI(LightningCLI):
             auto_configure_optimizers=False,
             parser_kwargs={"description": "Quantization-enhanced reinforcement learning on PyTorch Lightning."},
             trainer_defaults={
-                "callbacks": [PhaseProgressBar(), OneScreen(), AdapterFolder(), EvaluationResults()],
+                "callbacks": [
+                    CheckpointCheck(),
+                    PhaseProgressBar(),
+                    OneScreen(),
+                    AdapterFolder(),
+                    EvaluationResults(),
+                ],
                 "logger": {
                     "class_path": "lightning.pytorch.loggers.TensorBoardLogger",
                     "init_args": {"save_dir": "runs", "name": "qerl"},

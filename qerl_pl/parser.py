@@ -5,6 +5,7 @@ import inspect
 import re
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +31,7 @@ COMPONENTS: dict[str, Registry[Any]] = {
     "data.engine": ENGINES,
 }
 """Options that take one component, whose settings are options too."""
+SOURCES = ("--data.train", "--data.validation", "--data.test")
 EXTRAS = {"bitsandbytes": "bitsandbytes"}
 """Modules that a config may name and that only an extra brings."""
 
@@ -146,7 +148,13 @@ class Parser(LightningArgumentParser):
         self.file: Any = None
 
     def parse_args(self, args: Any = None, *more: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
-        return super().parse_args(with_recipes(sys.argv[1:] if args is None else args), *more, **kwargs)
+        words = with_recipes(sys.argv[1:] if args is None else args)
+        pairs = [*(word.partition("=")[::2] for word in words), *pairwise(words)]
+        for option, value in pairs:  # jsonargparse would read settings of a source from the file
+            if option in SOURCES and value.endswith((".jsonl", ".parquet")):
+                name = option.removeprefix("--")
+                self.error(f"{name}: {value} is no prompt source; give {option} file {option}.path {value}")
+        return super().parse_args(words, *more, **kwargs)
 
     def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Namespace:
         # jsonargparse writes into what it tries, and the next possibility would be given dicts as namespaces
@@ -167,6 +175,8 @@ class Parser(LightningArgumentParser):
         if message.startswith("Problems parsing config: ") and self.file is not None:
             cause = message.partition(": ")[2].replace('in "<unicode string>", ', "at ")
             return f"{self.file} is not YAML: {cause}"
+        if message.startswith("Unexpected config:") and self.file is not None:
+            return f"{self.file} holds no settings; give a YAML file of them, such as model: {{model: tiny}}"
         message = re.sub(r"\n\s*- Expected a path but .*", "", message)  # a file might have had the value
         message = re.sub(r"(callable class: Parser key (?s:.*))\. Got value: Namespace\(.*", r"\1", message)
         name = re.search(r"Not of type \w+Name: (unknown .*|\S.* is not available: .*)", message)

@@ -96,6 +96,13 @@ def test_large_shapes_need_a_gpu(what, monkeypatch):
     assert list(dict.fromkeys(started)) == ["tiny-test", "7B"]
 
 
+def test_steps_of_large_shapes_need_a_gpu(monkeypatch):
+    monkeypatch.setattr(import_module("qerl_pl.bench.step"), "_run", lambda arguments: {})
+    monkeypatch.setattr(spec, "device", lambda: ("cpu", "float32"))
+    with pytest.raises(ValueError, match=r"^--model 7B needs a GPU, and there is none; --model tiny-test runs "):
+        bench(["step", "--model", "7B,tiny-test"])
+
+
 def test_train(tmp_path):
     pytest.importorskip("compressed_tensors")
     output = tmp_path / "train.json"

@@ -136,6 +136,15 @@ def answer(arguments, capsys, monkeypatch) -> str:
         (["--data.train.size", "8"], "prompts_per_batch: 32 is more than the 8 training prompts"),
         (["--data.train", "file", "--data.train.path", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
         (["--data.answer_format", "boxed", "--data.rewards", "[format]"], "none of them checks correctness"),
+        (
+            ["--checkpoint.dirpath", f"{CONFIG}/x"],
+            f"/x cannot be written ({CONFIG}: Not a directory); give",
+        ),
+        (
+            ["--checkpoint.monitor", "validation/pas@1"],
+            "monitor: 'validation/pas@1' is never logged. Did you mean 'validation/pass@1'? docs/tensorboard.md has",
+        ),
+        (["--checkpoint.monitor", "validation/pass@1", "--data.validation", "null"], "'validation/pass@1' is never lo"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -179,6 +188,25 @@ def test_a_broken_file_is_named(tmp_path, capsys, monkeypatch):
     assert said.startswith("qerl-pl: error: broken.yaml is not YAML: ")
     assert "at line 3, column 9" in said
     assert "unicode string" not in said
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "hello"])
+def test_a_file_without_settings_is_named(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.yaml").write_text(text)
+    said = answer(["fit", "--config", CONFIG, "--config", "empty.yaml"], capsys, monkeypatch)
+    assert (
+        said == "qerl-pl: error: empty.yaml holds no settings; give a YAML file of them, such as model: {model: tiny}"
+    )
+
+
+def test_a_file_of_rows_is_no_prompt_source(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text in ("{}", '{"question": "a", "answer": "b"}\n{"question": "a", "answer": "b"}\n'):
+        Path("rows.jsonl").write_text(text)
+        for words in (["--data.train", "rows.jsonl"], ["--data.train=rows.jsonl"]):
+            said = answer(["fit", "--config", CONFIG, *words], capsys, monkeypatch)
+            assert "data.train: rows.jsonl is no prompt source; give --data.train file --data.train.path rows." in said
 
 
 def test_an_optimizer_is_tried_before_anything_starts():
@@ -288,3 +316,18 @@ def test_help_is_light():
         [sys.executable, "-c", heavy], capture_output=True, text=True, check=True, cwd=Path(CONFIG).parents[1]
     )
     assert "usage: qerl-pl COMMAND" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"), [(["--help"], ""), (["--help"], "1"), (["--version"], ""), (["verify", "--help"], "")]
+)
+def test_output_that_nobody_reads(arguments, unbuffered):
+    """As in ``qerl-pl --help | head -1``: it ends as other tools do, without a word."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "qerl_pl", *arguments], stdout=writer, stderr=subprocess.PIPE, text=True, check=False,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered}, cwd=Path(CONFIG).parents[1],
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from qerl_pl.evaluation import metric_names
 from qerl_pl.lightning_cli import QeRLCLI
 from qerl_pl.rollouts import Report, say_notes
 
@@ -139,6 +140,22 @@ def test_the_card_of_the_adapter_is_true(finished):
     assert loaded.keys() == ours.keys() and all(torch.equal(loaded[n], t) for n, t in ours.items())
 
 
+def test_names_of_metrics_are_those_that_are_logged(finished):
+    cli, _ = finished
+    logged = {name for name in cli.trainer.callback_metrics if name.startswith("validation/")}
+    assert logged == metric_names("validation", cli.datamodule.sets("validation"), 2)
+
+
+def test_a_monitor_that_is_never_logged_ends_a_run_after_its_first_rollout(tmp_path):
+    arguments = ("--trainer.max_steps", "4", "--trainer.val_check_interval", "100")
+    with pytest.raises(ValueError, match=r"monitor: 'reword' is never logged\. Did you mean 'reward'\?"):
+        run(tmp_path, *arguments, "--checkpoint.monitor", "reword")
+    assert len(rows(tmp_path)) == 16
+    run(
+        tmp_path / "last", *arguments, "--checkpoint.monitor", "step_time/sync", "--checkpoint.every_n_train_steps", "2"
+    )
+
+
 def test_completions_table(finished):
     _, folder = finished
     table = rows(folder)
@@ -154,7 +171,16 @@ def test_completions_table(finished):
         assert sum(r["advantage"] for r in group) == pytest.approx(0, abs=1e-4)
     prompts = [r["prompt"] for r in table[::4]]
     assert len(set(prompts)) == len(prompts)  # no prompt twice in an epoch
-    assert len(rows(folder, "completions-validation.jsonl")) == 2 * 16 * 2
+    held_out = rows(folder, "completions-validation.jsonl")
+    assert len(held_out) == 2 * 16 * 2
+    assert [r["rollouts"] for r in held_out[::32]] == [3, 6]
+    assert not any("step" in r for r in held_out)
+
+
+def test_a_fast_dev_run_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path, "--trainer.fast_dev_run", "true")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

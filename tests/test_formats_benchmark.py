@@ -76,7 +76,7 @@ def test_settings_are_refused_before_anything_runs(tmp_path, words, said):
         ({"texts": "gsm9k"}, "--texts gsm9k: unknown prompt source 'gsm9k'. Did you mean 'gsm8k'?"),
         ({"texts": "me/mine"}, "--texts me/mine: cannot be reached (no 'me/mine'); download it, or give a .jsonl, "),
         ({"texts": "gsm8k"}, "--texts gsm8k: cannot be reached (no 'openai/gsm8k'); download it, or give a .jsonl, "),
-        ({"texts": "{}/row.jsonl"}, "--texts {}/row.jsonl: row 0 has the columns a; give text"),
+        ({"texts": "{}/row.jsonl"}, "--texts {}/row.jsonl: line 1 has the columns a; give text"),
         ({"texts": "{}/empty.txt"}, "--texts {}/empty.txt: it has 0 of 2 × 32 = 64 tokens for held_out (0 rows)"),
         ({"texts": "{}/short.txt"}, "--texts {}/short.txt: it has 3 of 2 × 32 = 64 tokens for held_out (1 rows); lower "
          "--sequences or --length, or give more text"),

@@ -464,6 +464,22 @@ def test_an_odd_rank_on_part_of_a_fused_layer(tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of vLLM's CPU build")
+def test_more_prompt_tokens_than_a_step_takes(tmp_path: Path) -> None:
+    """vLLM would take a prompt in parts, and set back a generator, which on a CPU has no place to set."""
+    skip_without_vllm()
+    write_checkpoint(tmp_path / "model", qwen2(), BF16())
+    engine = VLLMEngine(**SETTINGS, max_num_batched_tokens=MAX_LEN)
+    engine.start(EngineSpec(tmp_path / "model", BF16(), RANK, ALPHA, TARGETS))
+    prompts = [[i, *LONG] for i in range(2, 5)]
+    try:
+        groups = engine.generate(prompts, Sampling(n=1, max_tokens=4), range(3))
+        alone = [engine.generate([prompt], Sampling(n=1, max_tokens=4), [i])[0] for i, prompt in enumerate(prompts)]
+    finally:
+        engine.close()
+    assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in group] for group in alone]
+
+
 def test_device_and_build_must_agree(tmp_path: Path) -> None:
     skip_without_vllm()
     (tmp_path / "config.json").write_text("{}")

@@ -10,7 +10,8 @@ from shlex import split
 from typing import Any
 
 from qerl_pl.bench.log import series
-from qerl_pl.bench.results import Results, choices, free_memory, limit_memory, names, spread
+from qerl_pl.bench.results import Results, choices, free_memory, limit_memory, spread
+from qerl_pl.bench.spec import shapes
 from qerl_pl.random_model import PREFIX
 from registry.quantization import FORMATS
 
@@ -36,7 +37,7 @@ def step(
     weights answers nothing, and nearly never ends a completion, so all have their full length.
 
     Args:
-        model: shapes, separated by commas.
+        model: shapes, separated by commas; all but tiny-test need a GPU.
         format: weight formats.
         config: of ``fit``; what is given here overrides it.
         prompts: of a rollout batch.
@@ -54,8 +55,9 @@ def step(
         raise ValueError(f"--steps: {steps} must be at least 1")
     formats = choices("format", format, list(FORMATS))
     limit_memory(memory_gb)
+    models = shapes(model)
     results = Results("step", output, commit)
-    for name in names(model):
+    for name in models:
         for form in formats:
             what = {
                 "model": name, "format": form, "rank": rank, "prompts": prompts, "generations": generations,

@@ -24,7 +24,10 @@ class AdapterFolder(Callback):
         for checkpoint in trainer.checkpoint_callbacks:  # last.ckpt is also ours; Lightning would write last-v1 too
             if isinstance(checkpoint, ModelCheckpoint) and checkpoint.CHECKPOINT_NAME_LAST == "last":
                 checkpoint.last_model_path = checkpoint.format_checkpoint_name({}, "last")
-        _say(f"this run writes to {run_folder(trainer)}\n{beginning(trainer, pl_module)}")
+                if trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning saves at the end even then
+                    checkpoint.save_last = False
+        place = "nothing: fast_dev_run" if trainer.fast_dev_run else f"to {run_folder(trainer)}"  # type: ignore[attr-defined]
+        _say(f"this run writes {place}\n{beginning(trainer, pl_module)}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save_last(trainer)
@@ -63,9 +66,9 @@ def _say(text: str) -> None:
 
 
 def _last(trainer: Trainer) -> Path | None:
-    """The checkpoint to go on from; None without checkpoints."""
+    """The checkpoint to go on from; None without checkpoints, of which a fast_dev_run writes none."""
     checkpoint = trainer.checkpoint_callback
-    if checkpoint is None:
+    if checkpoint is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
     return Path(checkpoint.dirpath or run_folder(trainer) / "checkpoints") / "last.ckpt"  # type: ignore[attr-defined]
 

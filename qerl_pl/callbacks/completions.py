@@ -15,8 +15,9 @@ from qerl_pl.types import RolloutBatch
 class CompletionsTable(Callback):
     """Appends every completion to ``completions.jsonl`` in the run's folder, and shows some in TensorBoard.
 
-    A line has step, prompt, completion, finished, reward, rewards (by name; null where one abstained), advantage and
-    the data columns.
+    A line has step (TensorBoard's: the first is 0), prompt, completion, finished, reward, rewards (by name; null where
+    one abstained), advantage and the data columns. In ``completions-validation.jsonl`` and ``completions-test.jsonl``
+    it has ``rollouts`` and no step: so many that were learnt from before, one more than TensorBoard's step.
 
     Args:
         every: rollout batches between two that are written.
@@ -57,17 +58,17 @@ class CompletionsTable(Callback):
         self._write(trainer, batch, "test")
 
     def _write(self, trainer: Trainer, batch: RolloutBatch, split: str) -> None:
-        if trainer.sanity_checking or not trainer.is_global_zero:
+        if trainer.sanity_checking or trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]
             return
         rows = table(batch)
-        step = batch.step if split == "train" else trainer.datamodule.done  # type: ignore[attr-defined]
+        when = {"step": batch.step} if split == "train" else {"rollouts": trainer.datamodule.done}  # type: ignore[attr-defined]
         path = run_folder(trainer) / ("completions.jsonl" if split == "train" else f"completions-{split}.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
-            file.writelines(json.dumps({"step": step} | row, ensure_ascii=False, default=str) + "\n" for row in rows)
+            file.writelines(json.dumps(when | row, ensure_ascii=False, default=str) + "\n" for row in rows)
         if split == "train" and self.samples and isinstance(trainer.logger, TensorBoardLogger):
             shown = "\n\n".join(_markdown(row) for row in rows[:: max(1, len(rows) // self.samples)][: self.samples])
-            trainer.logger.experiment.add_text("completions", shown, global_step=step)
+            trainer.logger.experiment.add_text("completions", shown, global_step=batch.step)
 
 
 def table(batch: RolloutBatch) -> list[dict[str, Any]]:

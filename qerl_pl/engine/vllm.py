@@ -128,6 +128,9 @@ class VLLMEngine(Engine):
             "max_num_batched_tokens": max(self.max_num_batched_tokens, self.max_num_seqs),
             "enforce_eager": eager,
         }
+        if not self._cuda:  # vLLM takes a prompt in parts with a generator whose place it sets, which a CPU's has not
+            tokens = max(settings["max_num_batched_tokens"], settings["max_model_len"])
+            settings |= {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
         if self.kv_cache_gb is not None:
             settings["kv_cache_memory_bytes"] = int(self.kv_cache_gb * GIB)
         elif spec.kv_cache_bytes is not None or not self._cuda:

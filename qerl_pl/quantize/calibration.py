@@ -13,7 +13,7 @@ import torch
 from qerl_pl.chat import DATE
 from qerl_pl.seeds import derive_seed
 from registry.prompts import PROMPTS, Hub
-from registry.prompts.dataset import PROMPT_COLUMNS, read_file, read_text
+from registry.prompts.dataset import PROMPT_COLUMNS, place, read_file, read_text
 
 DEFAULT = "open-thoughts/OpenThoughts-114k"
 """The paper's."""
@@ -55,7 +55,7 @@ class Source:
         """Position in the shuffled order and content. A text that recurs is left out: it would be on both sides."""
         seen: set[str] = set()
         for position, index in enumerate(self.order):
-            content = conversation(self.rows[index], f"row {index}")
+            content = conversation(self.rows[index], place(self.rows, index))
             if (key := str(content)) not in seen:
                 seen.add(key)
                 yield position, content

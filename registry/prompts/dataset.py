@@ -36,6 +36,19 @@ def _messages(value: Any) -> str | list[dict[str, str]] | None:
     return messages or None
 
 
+class Lines(list[Mapping[str, Any]]):
+    """Rows of a file of JSON lines, and the line of each, counted from 1; blank lines are no rows."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]], numbers: list[int]) -> None:
+        super().__init__(rows)
+        self.numbers = numbers
+
+
+def place(rows: Sequence[Any], index: int) -> str:
+    """How messages call a row: by the line of its file, as editors count, else by its number, from 1."""
+    return f"line {rows.numbers[index]}" if isinstance(rows, Lines) else f"row {index + 1}"
+
+
 class Table(PromptSource):
     """Rows with columns of any names, read as ``prompt``, ``answer`` and the rest.
 
@@ -146,14 +159,14 @@ class Table(PromptSource):
         for ours in ("prompt", "answer"):
             if values[ours] is None:
                 raise ValueError(
-                    f"row {index} of {self.origin} has no usable {ours} in column {self.mapping[ours]!r}: "
-                    f"{_get(row, self.mapping[ours])!r}; mend or remove the row"
+                    f"{place(self.rows, index)} of {self.origin} has no usable {ours} in column "
+                    f"{self.mapping[ours]!r}: {_get(row, self.mapping[ours])!r}; mend or remove the row"
                 )
         used = {theirs for ours, theirs in self.mapping.items() if ours in ("prompt", "answer")}
         return values | {name: value for name, value in row.items() if name not in used and name not in values}
 
 
-def read_file(name: str) -> list[Mapping[str, Any]]:
+def read_file(name: str) -> Sequence[Mapping[str, Any]]:
     """The rows of a ``.jsonl``, ``.json`` (lines, or one array) or ``.parquet`` file; ValueError if there are none."""
     path = Path(name).expanduser()
     if not path.is_file():
@@ -186,8 +199,9 @@ def read_text(name: str) -> str:
         ) from error
 
 
-def _parse(name: str, pieces: Iterable[tuple[int, str]]) -> list[Mapping[str, Any]]:
+def _parse(name: str, pieces: Iterable[tuple[int, str]]) -> Sequence[Mapping[str, Any]]:
     rows: list[Mapping[str, Any]] = []
+    numbers: list[int] = []
     for line, piece in pieces:
         if not piece.strip():
             continue
@@ -201,7 +215,8 @@ def _parse(name: str, pieces: Iterable[tuple[int, str]]) -> list[Mapping[str, An
             if not isinstance(row, Mapping):
                 raise ValueError(f"{name}:{line} holds {type(row).__name__}, not an object with columns")
             rows.append(row)
-    return rows
+            numbers.append(line)
+    return Lines(rows, numbers) if len({*numbers}) == len(rows) else rows
 
 
 @PROMPTS.register("file")
