@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_pl.evaluation_table import markdown, percent
+from qerl_pl.run_settings import changes, run_settings
 from qerl_pl.statistics import Estimate, mean_difference, mean_over_sets, sign_test
 
 HELP = """\
@@ -49,6 +50,11 @@ def command(args: Sequence[str]) -> None:
     differences = compare(first, second)
     print(f"A: {args[0]}\nB: {args[1]}\n")
     changed = differing(first["settings"], second["settings"])
+    a, b = (
+        trained_with(Path(arg), result["settings"]["policy"]) for arg, result in zip(args, (first, second), strict=True)
+    )
+    if a and b:
+        changed += [[f"fit: {name}", str(old), str(new)] for name, old, new in changes(a, b)]
     print(markdown([["setting", "A", "B"], *changed]) + "\n" if changed else "all settings are the same\n")
     print(table(differences))
 
@@ -118,3 +124,10 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[str]]:
     """Settings that are not the same, with both values; not the sources, whose problems are compared themselves."""
     names = [name for name in dict.fromkeys([*a, *b]) if name != "sources"]
     return [[n, str(a.get(n, "")), str(b.get(n, ""))] for n in names if a.get(n) != b.get(n)]
+
+
+def trained_with(result: Path, policy: str) -> dict[str, Any]:
+    """Settings of the ``fit`` that made the policy of a result; empty for the base, and where they are not known."""
+    kind, _, path = policy.partition(" ")
+    folders = {"checkpoint": Path(path).parent.parent, "adapter": Path(path).parent, "after": result.parent.parent}
+    return run_settings(folders[kind]) if kind in folders else {}

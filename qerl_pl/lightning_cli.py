@@ -16,11 +16,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from qerl_pl.callbacks import (
     AdapterFolder,
-    CheckpointCheck,
     CompletionsTable,
     EvaluationResults,
     OneScreen,
     PhaseProgressBar,
+    StartCheck,
 )
 from qerl_pl.callbacks.results import NO_ADAPTER
 from qerl_pl.datamodule import RolloutDataModule
@@ -107,7 +107,7 @@ class QeRLCLI(LightningCLI):
             parser_kwargs={"description": "Quantization-enhanced reinforcement learning on PyTorch Lightning."},
             trainer_defaults={
                 "callbacks": [
-                    CheckpointCheck(),
+                    StartCheck(),
                     PhaseProgressBar(),
                     OneScreen(),
                     AdapterFolder(),

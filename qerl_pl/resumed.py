@@ -1,15 +1,12 @@
 """What a run that goes on from a checkpoint is told before it starts."""
 
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import yaml
+from qerl_pl.run_settings import changes, run_settings, settings_of
 
 KEPT = "model.optimizer."
 """Settings that a checkpoint brings along, in the state of the optimizer."""
-UNIMPORTANT = ("ckpt_path", "config")
 
 
 def check_checkpoint(path: Path) -> None:
@@ -25,21 +22,11 @@ def changed_settings(checkpoint: Path, settings: str) -> list[str]:
 
     settings: YAML of the new run; the old run's is ``config.yaml`` above the folder of the checkpoint.
     """
-    file = checkpoint.resolve().parent.parent / "config.yaml"
-    if not file.is_file():
+    before = run_settings(checkpoint.resolve().parent.parent)
+    if not before:
         return []
-    before, now = (dict(_leaves(yaml.safe_load(text) or {})) for text in (file.read_text(), settings))
     lines = []
-    for name in dict.fromkeys([*before, *now]):
-        old, new = before.get(name), now.get(name)
-        if old != new and not name.startswith(UNIMPORTANT):
-            kept = "; the checkpoint's goes on" if name.startswith(KEPT) else ""
-            lines.append(f"{name}: {old} in the run that it goes on from, {new} now{kept}")
+    for name, old, new in changes(before, settings_of(settings)):
+        kept = "; the checkpoint's goes on" if name.startswith(KEPT) else ""
+        lines.append(f"{name}: {old} in the run that it goes on from, {new} now{kept}")
     return lines
-
-
-def _leaves(settings: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, value in settings.items():
-        found += _leaves(value, f"{above}{name}.") if isinstance(value, dict) and value else [(above + name, value)]
-    return found

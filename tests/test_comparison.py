@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from qerl_pl.cli import main
-from qerl_pl.comparison import command, compare, differing, read, table
+from qerl_pl.comparison import command, compare, differing, read, table, trained_with
 from qerl_pl.evaluation import pass_rate
 from qerl_pl.statistics import mean_difference
 from tests.test_evaluation import SETTINGS, graded
@@ -65,6 +65,29 @@ def test_table_has_a_mean_over_sets():
 def test_settings_that_differ():
     a, b = result({"policy": "base alone"})["settings"], result({"policy": "adapter x", "seed": 1})["settings"]
     assert differing(a, b | {"sources": 1}) == [["policy", "base alone", "adapter x"], ["seed", "", "1"]]
+
+
+def test_how_the_policies_were_trained(tmp_path, capsys):
+    """Two checkpoints, and the run of a third result itself: what their fits had in different ways."""
+    for name, lr in (("a", 0.1), ("b", 0.3), ("c", 0.1)):
+        settings = {"model": {"optimizer": {"lr": lr}, "rank": 8}, "ckpt_path": name}
+        (tmp_path / name / "results").mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text(json.dumps(settings))
+        policy = f"checkpoint {tmp_path}/{name}/checkpoints/last.ckpt" if name != "c" else "after 9 rollout batches"
+        (tmp_path / name / "results" / "test.json").write_text(
+            json.dumps(result({"policy": policy}, x=summary([1, 0])))
+        )
+    files = {name: str(tmp_path / name / "results" / "test.json") for name in "abc"}
+    command([files["a"], files["b"]])
+    rows = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
+    assert ["", "fit: model.optimizer.lr", "0.1", "0.3", ""] in rows
+    assert not any("rank" in cell or "ckpt_path" in cell for row in rows for cell in row)
+    command([files["c"], files["b"]])
+    assert "| fit: model.optimizer.lr | 0.1 | 0.3 |" in " ".join(capsys.readouterr().out.split())
+    command([files["a"], files["c"]])
+    assert "fit:" not in capsys.readouterr().out
+    assert trained_with(tmp_path, "base alone") == trained_with(tmp_path, f"adapter {tmp_path}/d/adapter") == {}
+    assert trained_with(tmp_path, f"adapter {tmp_path}/b/adapter")["model.optimizer.lr"] == 0.3
 
 
 def test_command(tmp_path, capsys):

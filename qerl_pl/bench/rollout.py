@@ -98,9 +98,7 @@ def _fitting(what: dict[str, Any], most: int) -> int:
     return found
 
 
-def _measure(
-    results: Results, what: dict[str, Any], spec: EngineSpec, batches: Sequence[int], repeats: int
-) -> None:
+def _measure(results: Results, what: dict[str, Any], spec: EngineSpec, batches: Sequence[int], repeats: int) -> None:
     """One engine, all batches."""
     tokens, vocabulary, draws = what["completion_length"], spec.config["vocab_size"], torch.Generator().manual_seed(0)
     free_memory()

@@ -1,7 +1,7 @@
 """What happens around a training step."""
 
 from qerl_pl.callbacks.adapter import AdapterFolder
-from qerl_pl.callbacks.check import CheckpointCheck
+from qerl_pl.callbacks.check import StartCheck
 from qerl_pl.callbacks.completions import CompletionsTable
 from qerl_pl.callbacks.noise import AdaptiveQuantizationNoise
 from qerl_pl.callbacks.progress import PhaseProgressBar
@@ -13,7 +13,7 @@ __all__ = [
     "AdapterFolder",
     "AdapterSync",
     "AdaptiveQuantizationNoise",
-    "CheckpointCheck",
+    "StartCheck",
     "CompletionsTable",
     "EvaluationResults",
     "OneScreen",

@@ -1,6 +1,7 @@
-"""Finds at the start what would end a run at its first checkpoint."""
+"""Finds at the start what would end or spoil a run later."""
 
 import difflib
+import fcntl
 import os
 import tempfile
 from collections.abc import Collection
@@ -13,11 +14,13 @@ from qerl_pl.callbacks.adapter import run_folder
 from qerl_pl.evaluation import metric_names
 
 
-class CheckpointCheck(Callback):
-    """Refuses a folder that cannot be written, and a ``monitor`` that is never logged.
+class StartCheck(Callback):
+    """Refuses a folder that cannot be written or that another run writes to, and a ``monitor`` that is never logged.
 
     What validation logs is known at the start, all else after the first rollout that teaches something.
     """
+
+    _folder: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -25,6 +28,8 @@ class CheckpointCheck(Callback):
         folders = [getattr(checkpoint, "dirpath", None) for checkpoint in trainer.checkpoint_callbacks]
         for folder in filter(None, [run_folder(trainer), *folders]):
             check_writable(str(folder))
+        if trainer.is_global_zero:
+            self._folder = occupied(run_folder(trainer))
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         sets = data.sets("validation") if trainer.limit_val_batches else ()
         check_monitors(trainer, metric_names("validation", sets, data.eval_sampling.n), of_validation=True)
@@ -32,6 +37,14 @@ class CheckpointCheck(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if "entropy" in trainer.callback_metrics:
             check_monitors(trainer, {*trainer.callback_metrics, "epoch", "step"}, of_validation=False)
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
 
 
 def check_writable(folder: str) -> None:
@@ -47,6 +60,27 @@ def check_writable(folder: str) -> None:
             f"{folder} cannot be written ({there}: {error.strerror}); give checkpoint.dirpath, or the save_dir of the "
             "logger, another folder"
         ) from error
+
+
+def occupied(folder: Path) -> int | None:
+    """A descriptor that holds the folder until it is closed, or its process ends; ValueError if another run holds it.
+
+    Lightning numbers folders by those that are there: two runs that begin in the same second get the same.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(
+            f"another run writes to {folder}; start this one again, or give it a place of its own: "
+            "--trainer.logger.init_args.name NAME"
+        ) from None
+    except OSError:  # a file system that cannot tell
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def check_monitors(trainer: Trainer, known: Collection[str], of_validation: bool) -> None:
