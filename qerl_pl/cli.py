@@ -83,16 +83,30 @@ def _lightning(args: Sequence[str]) -> None:
 
 
 def _run(command: Callable[[], int | None]) -> None:
+    """Exit with the command's status. Where nobody reads the output any more, as after ``| head``, without a word."""
+    status = _status(command)
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()  # at the exit it would be too late to answer
+    except BrokenPipeError:
+        status = status or 128 + signal.SIGPIPE
+    if _unread():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed again at the exit
+    if status is not None:
+        sys.exit(status)
+
+
+def _status(command: Callable[[], int | None]) -> int | None:
     """Errors that a user can act on become one line; the rest keep their traceback."""
     try:
-        try:
-            status = command()
-        finally:
-            sys.stdout.flush()  # at the exit it would be too late to answer a closed pipe
+        return command()
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            raise
+        return stop.code
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _unread():  # and not a pipe to a process of ours: as after head
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest is flushed again at the exit
-            sys.exit(128 + signal.SIGPIPE)
+        if isinstance(error, BrokenPipeError) and _unread():  # and not a pipe to a process of ours
+            return 128 + signal.SIGPIPE
         ours = isinstance(error, RuntimeError) and "qerl_pl" in _origin(error)
         known = (
             isinstance(error, ValueError | ImportError | OSError) or type(error).__name__ == "MisconfigurationException"
@@ -103,17 +117,18 @@ def _run(command: Callable[[], int | None]) -> None:
         if isinstance(error, OSError) and error.strerror and error.filename:
             said = f"{error.strerror}: {error.filename}"  # without its number
         print("qerl-pl: error:", " ".join(said.split()), file=sys.stderr)
-        sys.exit(2)
+        return 2
     except KeyboardInterrupt:  # within fit Lightning takes it: last.ckpt is written, and the exit status is 1
-        sys.exit(130)
-    if status is not None:
-        sys.exit(status)
+        return 130
 
 
 def _unread() -> bool:
     """Whether the output goes to a pipe that nobody reads any more."""
     poll = select.poll()
-    poll.register(sys.stdout, 0)  # a pipe without a reader is told unasked
+    try:
+        poll.register(sys.stdout, 0)  # a pipe without a reader is told unasked
+    except (TypeError, OSError, ValueError):  # no file: closed from the beginning, or an object of a caller's
+        return False
     return bool(poll.poll(0))
 
 

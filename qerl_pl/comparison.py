@@ -54,7 +54,7 @@ def command(args: Sequence[str]) -> None:
         trained_with(Path(arg), result["settings"]["policy"]) for arg, result in zip(args, (first, second), strict=True)
     )
     if a and b:
-        changed += [[f"fit: {name}", str(old), str(new)] for name, old, new in changes(a, b)]
+        changed += [[f"fit: {name}", *map(_cell, values)] for name, *values in changes(a, b)]
     print(markdown([["setting", "A", "B"], *changed]) + "\n" if changed else "all settings are the same\n")
     print(table(differences))
 
@@ -127,7 +127,17 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[str]]:
 
 
 def trained_with(result: Path, policy: str) -> dict[str, Any]:
-    """Settings of the ``fit`` that made the policy of a result; empty for the base, and where they are not known."""
-    kind, _, path = policy.partition(" ")
-    folders = {"checkpoint": Path(path).parent.parent, "adapter": Path(path).parent, "after": result.parent.parent}
-    return run_settings(folders[kind]) if kind in folders else {}
+    """Settings of the ``fit`` that made the policy of a result; empty for the base, and where they are not known: of
+    a path that is not absolute nobody knows where it began.
+    """
+    kind, _, name = policy.partition(" ")
+    path = result if kind == "after" else Path(name)
+    if kind not in ("checkpoint", "adapter", "after") or not (kind == "after" or path.is_absolute()):
+        return {}
+    folder = path.resolve().parent
+    return run_settings(folder if kind == "adapter" else folder.parent)
+
+
+def _cell(value: Any) -> str:
+    text = "" if value is None else str(value).replace("|", "/")
+    return text if len(text) <= 60 else f"{text[:57]}..."

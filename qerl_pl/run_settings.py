@@ -15,9 +15,12 @@ def settings_of(text: str) -> dict[str, Any]:
 
 
 def run_settings(folder: Path) -> dict[str, Any]:
-    """Of the run that wrote to the folder; empty if that is not known."""
-    file = folder / "config.yaml"
-    return settings_of(file.read_text()) if file.is_file() else {}
+    """Of the run of ours that wrote to the folder; empty if that is not known."""
+    try:
+        found = settings_of((folder / "config.yaml").read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):  # none, or no settings
+        return {}
+    return found if {name.partition(".")[0] for name in found} >= {"model", "data"} else {}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

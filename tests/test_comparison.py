@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -67,10 +68,10 @@ def test_settings_that_differ():
     assert differing(a, b | {"sources": 1}) == [["policy", "base alone", "adapter x"], ["seed", "", "1"]]
 
 
-def test_how_the_policies_were_trained(tmp_path, capsys):
+def test_how_the_policies_were_trained(tmp_path, capsys, monkeypatch):
     """Two checkpoints, and the run of a third result itself: what their fits had in different ways."""
     for name, lr in (("a", 0.1), ("b", 0.3), ("c", 0.1)):
-        settings = {"model": {"optimizer": {"lr": lr}, "rank": 8}, "ckpt_path": name}
+        settings = {"model": {"optimizer": {"lr": lr}, "rank": 8}, "data": {}, "ckpt_path": name}
         (tmp_path / name / "results").mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text(json.dumps(settings))
         policy = f"checkpoint {tmp_path}/{name}/checkpoints/last.ckpt" if name != "c" else "after 9 rollout batches"
@@ -88,6 +89,16 @@ def test_how_the_policies_were_trained(tmp_path, capsys):
     assert "fit:" not in capsys.readouterr().out
     assert trained_with(tmp_path, "base alone") == trained_with(tmp_path, f"adapter {tmp_path}/d/adapter") == {}
     assert trained_with(tmp_path, f"adapter {tmp_path}/b/adapter")["model.optimizer.lr"] == 0.3
+    monkeypatch.chdir(tmp_path / "b")  # of another place's run this says nothing
+    assert trained_with(tmp_path, "checkpoint checkpoints/last.ckpt") == {}
+    assert trained_with(Path("results/test.json"), "after 9 rollout batches")["model.optimizer.lr"] == 0.3
+    assert trained_with(Path("test.json"), "after 9 rollout batches") == {}
+
+
+@pytest.mark.parametrize("text", ["- a list", "a: [1", "a: !!python/name:os.system", "model: of another tool", "\xff"])
+def test_the_config_of_another_tool(tmp_path, text):
+    (tmp_path / "config.yaml").write_bytes(text.encode("latin1"))
+    assert trained_with(tmp_path, f"adapter {tmp_path}/adapter") == {}
 
 
 def test_command(tmp_path, capsys):

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 
 from qerl_pl import lightning_cli
-from qerl_pl.cli import COMMANDS, HELP, LIGHTNING, main
+from qerl_pl.cli import COMMANDS, HELP, LIGHTNING, _run, main
 from qerl_pl.lightning_cli import QeRLCLI, nothing_but_config
 from qerl_pl.module import QeRLModule
 from registry.rewards import Reward
@@ -142,7 +142,7 @@ def answer(arguments, capsys, monkeypatch) -> str:
         ),
         (
             ["--checkpoint.monitor", "validation/pas@1"],
-            "monitor: 'validation/pas@1' is never logged. Did you mean 'validation/pass@1'? docs/tensorboard.md has",
+            "monitor: 'validation/pas@1' is never logged, or for TensorBoard alone. Did you mean 'validation/pass@1'?",
         ),
         (["--checkpoint.monitor", "validation/pass@1", "--data.validation", "null"], "'validation/pass@1' is never lo"),
     ],
@@ -331,3 +331,28 @@ def test_output_that_nobody_reads(arguments, unbuffered):
     )  # fmt: skip
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(("error", "status"), [("ValueError('useful')", 2), ("KeyboardInterrupt", 130)])
+def test_an_error_after_output_that_nobody_reads(error, status):
+    """The error and its status are told all the same; without a file behind the output nothing is asked of it."""
+    program = f"import sys\nfrom qerl_pl.cli import _run\ndef fail():\n print('x')\n raise {error}\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    for before in ("", "sys.stdout = None\n", "import io; sys.stdout = io.StringIO()\n"):
+        done = subprocess.run(
+            [sys.executable, "-c", f"{program}{before}_run(fail)"], stdout=writer, stderr=subprocess.PIPE, text=True,
+            check=False, env=os.environ | {"PYTHONUNBUFFERED": ""}, cwd=Path(CONFIG).parents[1],
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (status, "qerl-pl: error: useful\n" if status == 2 else "")
+    os.close(writer)
+
+
+def test_a_broken_pipe_that_is_not_the_output(capsys):
+    def fail() -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(SystemExit) as caught:
+        _run(fail)
+    assert caught.value.code == 2
+    assert "error: [Errno 32] Broken pipe" in capsys.readouterr().err

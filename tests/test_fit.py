@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl_pl.callbacks.check import occupied
 from qerl_pl.evaluation import metric_names
 from qerl_pl.lightning_cli import QeRLCLI
 from qerl_pl.rollouts import Report, say_notes
@@ -145,28 +144,6 @@ def test_names_of_metrics_are_those_that_are_logged(finished):
     cli, _ = finished
     logged = {name for name in cli.trainer.callback_metrics if name.startswith("validation/")}
     assert logged == metric_names("validation", cli.datamodule.sets("validation"), 2)
-
-
-def test_a_monitor_that_is_never_logged_ends_a_run_after_its_first_rollout(tmp_path):
-    arguments = ("--trainer.max_steps", "4", "--trainer.val_check_interval", "100")
-    with pytest.raises(ValueError, match=r"monitor: 'reword' is never logged\. Did you mean 'reward'\?"):
-        run(tmp_path, *arguments, "--checkpoint.monitor", "reword")
-    assert len(rows(tmp_path)) == 16
-    run(
-        tmp_path / "last", *arguments, "--checkpoint.monitor", "step_time/sync", "--checkpoint.every_n_train_steps", "2"
-    )
-
-
-def test_two_runs_do_not_share_a_folder(tmp_path):
-    """Numbered by what is there, runs that begin in the same second have the same number."""
-    held = occupied(tmp_path / "qerl" / "version_0")
-    version = ("--trainer.logger.version", "0", "--trainer.max_steps", "1")
-    with pytest.raises(ValueError, match=r"another run writes to .*version_0; start this one again"):
-        run(tmp_path, *version)
-    assert all(path.name.startswith("events.") for path in tmp_path.rglob("*") if path.is_file())
-    os.close(held)
-    run(tmp_path, *version)
-    os.close(occupied(tmp_path / "qerl" / "version_0"))
 
 
 def test_completions_table(finished):

@@ -142,6 +142,7 @@ def test_parquet(tmp_path: Path) -> None:
             r"line 2 of .*rows\.jsonl has no usable answer in column 'answer': None"),
         ([{"prompt": "a", "answer": "b"}, "", {"prompt": "a"}], None, r"line 3 of .*rows\.jsonl has no usable answer"),
         (['[{"prompt": "a", "answer": "b"},\n{"prompt": "a"}]'], None, r"row 2 of .*rows\.jsonl has no usable answer"),
+        (['[\n\n{"prompt": " ", "answer": "b"}]'], None, r"row 1 of .*rows\.jsonl has no usable prompt"),
         ([{"prompt": "a", "answer": "b"}, {"answer": "b"}], None,
             r"line 2 of .* has no usable prompt in column 'prompt': None"),
         ([{"prompt": " ", "answer": "b"}], None, r"line 1 of .* has no usable prompt in column 'prompt': ' '"),

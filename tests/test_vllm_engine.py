@@ -469,7 +469,7 @@ def test_more_prompt_tokens_than_a_step_takes(tmp_path: Path) -> None:
     """vLLM would take a prompt in parts, and set back a generator, which on a CPU has no place to set."""
     skip_without_vllm()
     write_checkpoint(tmp_path / "model", qwen2(), BF16())
-    engine = VLLMEngine(**SETTINGS, max_num_batched_tokens=MAX_LEN)
+    engine = VLLMEngine(**SETTINGS, max_num_batched_tokens=32)  # less than a prompt
     engine.start(EngineSpec(tmp_path / "model", BF16(), RANK, ALPHA, TARGETS))
     prompts = [[i, *LONG] for i in range(2, 5)]
     try:

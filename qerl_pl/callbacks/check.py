@@ -20,50 +20,58 @@ class StartCheck(Callback):
     What validation logs is known at the start, all else after the first rollout that teaches something.
     """
 
-    _folder: int | None = None
+    _held: tuple[int, ...] = ()
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if stage == "fit" and trainer.fast_dev_run:  # type: ignore[attr-defined]  # writes nothing
             return
-        folders = [getattr(checkpoint, "dirpath", None) for checkpoint in trainer.checkpoint_callbacks]
-        for folder in filter(None, [run_folder(trainer), *folders]):
-            check_writable(str(folder))
+        folders = [run_folder(trainer)]
+        if stage == "fit":
+            folders += [Path(place) for c in trainer.checkpoint_callbacks if (place := getattr(c, "dirpath", None))]
+            data: Any = trainer.datamodule  # type: ignore[attr-defined]
+            sets = data.sets("validation") if trainer.limit_val_batches else ()
+            check_monitors(trainer, metric_names("validation", sets, data.eval_sampling.n), of_validation=True)
+        refused = None
         if trainer.is_global_zero:
-            self._folder = occupied(run_folder(trainer))
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        sets = data.sets("validation") if trainer.limit_val_batches else ()
-        check_monitors(trainer, metric_names("validation", sets, data.eval_sampling.n), of_validation=True)
+            try:
+                self._hold([folder for folder in dict.fromkeys(folders) if ":/" not in str(folder)])  # no buckets
+            except ValueError as error:
+                refused = str(error)
+        if refused := trainer.strategy.broadcast(refused):  # the other processes would wait for the first
+            place = "--trainer.logger.init_args.name NAME" if trainer.loggers else "--trainer.default_root_dir FOLDER"
+            raise ValueError(f"{refused}; give it another: {place}, or checkpoint.dirpath where that is meant")
+
+    def _hold(self, folders: list[Path]) -> None:
+        for folder in folders:
+            check_writable(folder)
+        for folder in folders:
+            self._held += occupied(folder)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if "entropy" in trainer.callback_metrics:
             check_monitors(trainer, {*trainer.callback_metrics, "epoch", "step"}, of_validation=False)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        self.teardown(trainer, pl_module, "fit")
+        self.teardown(trainer, pl_module, "fit")  # Lightning does not call it then
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        if self._folder is not None:
-            os.close(self._folder)
-            self._folder = None
+        for descriptor in self._held:
+            os.close(descriptor)
+        self._held = ()
 
 
-def check_writable(folder: str) -> None:
+def check_writable(folder: Path) -> None:
     """ValueError unless a file can be made in the folder, or where it would be made; nothing is left there."""
-    if "://" in folder:  # a bucket
-        return
-    place = Path(folder).absolute()
+    place = folder.absolute()
     there = next(path for path in (place, *place.parents) if os.path.exists(path))
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
-        raise ValueError(
-            f"{folder} cannot be written ({there}: {error.strerror}); give checkpoint.dirpath, or the save_dir of the "
-            "logger, another folder"
-        ) from error
+        raise ValueError(f"{folder} cannot be written ({there}: {error.strerror})") from error
 
 
-def occupied(folder: Path) -> int | None:
-    """A descriptor that holds the folder until it is closed, or its process ends; ValueError if another run holds it.
+def occupied(folder: Path) -> tuple[int, ...]:
+    """Descriptors that hold the folder until they are closed, or the process ends; ValueError if another holds it.
 
     Lightning numbers folders by those that are there: two runs that begin in the same second get the same.
     """
@@ -71,16 +79,12 @@ def occupied(folder: Path) -> int | None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         os.close(descriptor)
-        raise ValueError(
-            f"another run writes to {folder}; start this one again, or give it a place of its own: "
-            "--trainer.logger.init_args.name NAME"
-        ) from None
-    except OSError:  # a file system that cannot tell
-        os.close(descriptor)
-        return None
-    return descriptor
+        if isinstance(error, BlockingIOError):
+            raise ValueError(f"another run writes to {folder}: begin this one when it has ended") from None
+        return ()  # a file system that knows no locks
+    return (descriptor,)
 
 
 def check_monitors(trainer: Trainer, known: Collection[str], of_validation: bool) -> None:
@@ -92,4 +96,7 @@ def check_monitors(trainer: Trainer, known: Collection[str], of_validation: bool
         for name in [getattr(callback, "monitor", None) for callback in callbacks]:
             if name is not None and name not in known and name.startswith("validation/") == of_validation:
                 meant = "".join(f"Did you mean {close!r}? " for close in difflib.get_close_matches(name, known, n=1))
-                raise ValueError(f"monitor: {name!r} is never logged. {meant}docs/tensorboard.md has all metrics")
+                raise ValueError(
+                    f"monitor: {name!r} is never logged, or for TensorBoard alone. {meant}docs/tensorboard.md has all "
+                    "metrics"
+                )

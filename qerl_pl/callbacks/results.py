@@ -79,11 +79,12 @@ class EvaluationResults(Callback):
         sampling = data.eval_sampling
         untrained = not any(p.any() for n, p in pl_module.policy.adapter_parameters().items() if "lora_B" in n)
         if self.adapter not in (None, NO_ADAPTER):
-            policy = f"adapter {self.adapter}"
+            policy = f"adapter {Path(self.adapter).absolute()}"
         elif untrained:  # also where a checkpoint or an adapter was forgotten
             policy = "base alone"
         else:
-            policy = f"checkpoint {trainer.ckpt_path}" if trainer.ckpt_path else f"after {data.done} rollout batches"
+            checkpoint = trainer.ckpt_path
+            policy = f"checkpoint {Path(checkpoint).absolute()}" if checkpoint else f"after {data.done} rollout batches"
         return {
             "policy": policy,
             "model": pl_module.model,

@@ -202,6 +202,7 @@ def read_text(name: str) -> str:
 def _parse(name: str, pieces: Iterable[tuple[int, str]]) -> Sequence[Mapping[str, Any]]:
     rows: list[Mapping[str, Any]] = []
     numbers: list[int] = []
+    value: Any = None
     for line, piece in pieces:
         if not piece.strip():
             continue
@@ -216,7 +217,7 @@ def _parse(name: str, pieces: Iterable[tuple[int, str]]) -> Sequence[Mapping[str
                 raise ValueError(f"{name}:{line} holds {type(row).__name__}, not an object with columns")
             rows.append(row)
             numbers.append(line)
-    return Lines(rows, numbers) if len({*numbers}) == len(rows) else rows
+    return rows if isinstance(value, list) else Lines(rows, numbers)
 
 
 @PROMPTS.register("file")
