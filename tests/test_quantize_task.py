@@ -21,7 +21,7 @@ def never(*_, **__):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ("", "Unexpected config"),
+        ("", "holds no settings"),
         ("data: [", "while parsing a flow"),
         ("data: {tset: arithmetic}", "does not accept option 'data.tset'. Did you mean 'data.test'?"),
         ("data: {eval_samples: two}", "data.eval_samples: two must be a whole number"),
