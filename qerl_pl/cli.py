@@ -1,12 +1,13 @@
 """``qerl-pl``: LightningCLI over the module, the data module and the registered components."""
 
-import difflib
 import importlib
 import os
 import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
+
+from registry._meant import meant
 
 HELP = """\
 usage: qerl-pl COMMAND [--config FILE] [options]
@@ -65,9 +66,8 @@ def _command(name: str) -> Callable[[Sequence[str]], int | None]:
         module, function = COMMANDS[name]
         return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
     if name not in LIGHTNING and not name.startswith("-"):
-        close = difflib.get_close_matches(name, (*LIGHTNING, *COMMANDS), n=1)
-        meant = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown command {name!r}.{meant} Commands: {', '.join((*LIGHTNING, *COMMANDS))}")
+        commands = *LIGHTNING, *COMMANDS
+        raise ValueError(f"unknown command {name!r}.{meant(name, commands)} Commands: {', '.join(commands)}")
     return _lightning
 
 

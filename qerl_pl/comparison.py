@@ -122,8 +122,7 @@ def table(differences: Mapping[str, Difference]) -> str:
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[str]]:
     """Settings that are not the same, with both values; not the sources, whose problems are compared themselves."""
-    names = [name for name in dict.fromkeys([*a, *b]) if name != "sources"]
-    return [[n, str(a.get(n, "")), str(b.get(n, ""))] for n in names if a.get(n) != b.get(n)]
+    return [[n, str(a.get(n, "")), str(b.get(n, ""))] for n, _, _ in changes(a, b) if n != "sources"]
 
 
 def trained_with(result: Path, policy: str) -> dict[str, Any]:
@@ -131,8 +130,8 @@ def trained_with(result: Path, policy: str) -> dict[str, Any]:
     a path that is not absolute nobody knows where it began.
     """
     kind, _, name = policy.partition(" ")
-    path = result if kind == "after" else Path(name)
-    if kind not in ("checkpoint", "adapter", "after") or not (kind == "after" or path.is_absolute()):
+    path = result.resolve() if kind == "after" else Path(name)
+    if kind not in ("after", "checkpoint", "adapter") or not path.is_absolute():
         return {}
     folder = path.resolve().parent
     return run_settings(folder if kind == "adapter" else folder.parent)

@@ -13,9 +13,9 @@ __all__ = [
     "AdapterFolder",
     "AdapterSync",
     "AdaptiveQuantizationNoise",
-    "StartCheck",
     "CompletionsTable",
     "EvaluationResults",
     "OneScreen",
     "PhaseProgressBar",
+    "StartCheck",
 ]

@@ -1,6 +1,5 @@
 """Finds at the start what would end or spoil a run later."""
 
-import difflib
 import fcntl
 import os
 import tempfile
@@ -12,6 +11,7 @@ from lightning import Callback, Trainer
 
 from qerl_pl.callbacks.adapter import run_folder
 from qerl_pl.evaluation import metric_names
+from registry._meant import meant
 
 
 class StartCheck(Callback):
@@ -95,8 +95,7 @@ def check_monitors(trainer: Trainer, known: Collection[str], of_validation: bool
     if all(type(callback).__module__.startswith(("qerl_pl.", "lightning.")) for callback in callbacks):
         for name in [getattr(callback, "monitor", None) for callback in callbacks]:
             if name is not None and name not in known and name.startswith("validation/") == of_validation:
-                meant = "".join(f"Did you mean {close!r}? " for close in difflib.get_close_matches(name, known, n=1))
                 raise ValueError(
-                    f"monitor: {name!r} is never logged, or for TensorBoard alone. {meant}docs/tensorboard.md has all "
-                    "metrics"
+                    f"monitor: {name!r} is never logged, or for TensorBoard alone.{meant(name, known)} "
+                    "docs/tensorboard.md has all metrics"
                 )

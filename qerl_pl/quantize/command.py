@@ -1,7 +1,6 @@
 """``qerl-pl quantize``: the command line, what is checked first, and the order of things."""
 
 import argparse
-import difflib
 import inspect
 import itertools
 import json
@@ -30,6 +29,7 @@ from qerl_pl.quantize.task import check_task
 from qerl_pl.random_model import is_random
 from qerl_pl.stored import stored_as
 from registry._import import ImportPathError, import_path
+from registry._meant import meant
 from registry.prompts import PROMPTS
 from registry.quantization import FORMATS, QuantFormat
 
@@ -41,9 +41,8 @@ def quantize(args: Sequence[str]) -> None:
     """Make a checkpoint and its report; with ``--report``, only the report."""
     given = _parser().parse_args(args)
     if given.algorithm not in ALGORITHMS:
-        close = difflib.get_close_matches(given.algorithm, ALGORITHMS, n=1)
-        meant = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown algorithm {given.algorithm!r}.{meant} Choose from {', '.join(ALGORITHMS)}")
+        hint = meant(given.algorithm, ALGORITHMS)
+        raise ValueError(f"unknown algorithm {given.algorithm!r}.{hint} Choose from {', '.join(ALGORITHMS)}")
     for name, least in {"num_samples": 2, "max_length": 2, "held_out": 2, "sample_tokens": 1, "seed": 0}.items():
         if getattr(given, name) < least:
             raise ValueError(f"--{name} {getattr(given, name)} must be at least {least}")

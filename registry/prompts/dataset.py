@@ -2,7 +2,7 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -185,7 +185,10 @@ def read_file(name: str) -> Sequence[Mapping[str, Any]]:
     if path.suffix not in (".jsonl", ".json"):
         raise ValueError(f"cannot read {name}: its name must end in .jsonl, .json or .parquet")
     text = read_text(name)
-    return _parse(name, [(1, text)] if text.lstrip().startswith("[") else enumerate(text.split("\n"), start=1))
+    if text.lstrip().startswith("["):
+        return [row for _, row in _parse(name, [(1, text)])]
+    found = list(_parse(name, enumerate(text.split("\n"), start=1)))
+    return Lines([row for _, row in found], [line for line, _ in found])
 
 
 def read_text(name: str) -> str:
@@ -199,10 +202,8 @@ def read_text(name: str) -> str:
         ) from error
 
 
-def _parse(name: str, pieces: Iterable[tuple[int, str]]) -> Sequence[Mapping[str, Any]]:
-    rows: list[Mapping[str, Any]] = []
-    numbers: list[int] = []
-    value: Any = None
+def _parse(name: str, pieces: Iterable[tuple[int, str]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The line that a piece begins at, and a row of it."""
     for line, piece in pieces:
         if not piece.strip():
             continue
@@ -215,9 +216,7 @@ def _parse(name: str, pieces: Iterable[tuple[int, str]]) -> Sequence[Mapping[str
         for row in value if isinstance(value, list) else [value]:
             if not isinstance(row, Mapping):
                 raise ValueError(f"{name}:{line} holds {type(row).__name__}, not an object with columns")
-            rows.append(row)
-            numbers.append(line)
-    return rows if isinstance(value, list) else Lines(rows, numbers)
+            yield line, row
 
 
 @PROMPTS.register("file")
