@@ -1,8 +1,10 @@
-"""A layer of a decoding step by kernel and number of tokens: vLLM's Marlin, Humming, ours for few tokens, dense BF16.
+"""A layer of a decoding step by kernel and number of tokens: vLLM's Marlin, Humming (also with all inputs of an
+output in one block, so that its sums are FP32), ours for few tokens, dense BF16.
 
     python benchmarks/linear.py --output benchmarks/results/h200/linear.json
 
-In a CUDA graph over several copies of the weight, so that none is in the cache. Needs a GPU, vLLM and humming-kernels.
+Time in a CUDA graph over several copies of the weight, so that none is in the cache; error: the norm of the difference
+from a product in FP32, over the norm of that. Needs a GPU, vLLM and humming-kernels.
 """
 
 import argparse
@@ -11,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -39,7 +42,8 @@ def marlin(stored: dict[str, Tensor]) -> Call:
     for name, tensor in tensors.items():
         setattr(layer, name.replace("_packed", ""), torch.nn.Parameter(tensor.clone(), requires_grad=False))
     fp4.prepare_fp4_layer_for_marlin(layer)
-    held = layer.weight, layer.weight_scale, layer.weight_global_scale, layer.workspace, rows, columns
+    workspace = getattr(layer, "workspace", None)  # of older releases
+    held = layer.weight, layer.weight_scale, layer.weight_global_scale, workspace, rows, columns
     return lambda x: fp4.apply_fp4_marlin_linear(x, *held)
 
 
@@ -49,12 +53,21 @@ def humming(stored: dict[str, Tensor]) -> Call:
     return lambda x: kernel.apply_weights(layer, x)
 
 
+def humming_fp32(stored: dict[str, Tensor]) -> Call:
+    """Without ``use_stream_k``, which divides the inputs among blocks and adds their shares up in BF16."""
+    from humming import tune
+
+    chosen = tune.get_heuristics_config
+    with patch.object(tune, "get_heuristics_config", lambda *a, **k: chosen(*a, **k) | {"use_stream_k": False}):
+        return humming(stored)
+
+
 def ours(stored: dict[str, Tensor]) -> Call:
     """With A x of an adapter; in shares that are still to be summed."""
     held, columns = _layer(stored)[1].humming, NVFP4().shape(stored)[1]
     a = torch.randn(RANK, columns, device="cuda").bfloat16()
-    arrived = torch.zeros(1, dtype=torch.int32, device="cuda")
-    return lambda x: decode_linear(x, held.weight, held.weight_scale, 1.0, None, a, arrived)
+    arrived, scale = torch.zeros(1, dtype=torch.int32, device="cuda"), 1 / float(stored["weight_global_scale"])
+    return lambda x: decode_linear(x, held.weight, held.weight_scale, scale, None, a, arrived)[0]
 
 
 def dense(stored: dict[str, Tensor]) -> Call:
@@ -76,12 +89,19 @@ def _layer(stored: dict[str, Tensor], kernel: Any = None) -> tuple[Any, Any]:
     return kernel, layer
 
 
-KERNELS = {"marlin": marlin, "humming": humming, "ours": ours, "dense": dense}
+KERNELS = {"marlin": marlin, "humming": humming, "humming-fp32": humming_fp32, "ours": ours, "dense": dense}
 
 
 def microseconds(calls: list[Call], x: Tensor) -> list[float]:
     replay = captured([partial(call, x) for call in calls])
     return sorted(1e3 * time / len(calls) for time in milliseconds(replay, repeats=5))
+
+
+def error(y: Any, x: Tensor, stored: dict[str, Tensor]) -> float:
+    """Of y [N, out], or [shares, N, out] still to be summed."""
+    want = x.float() @ NVFP4().dequantize(stored, torch.float32).T
+    y = y.float() if y.dim() == 2 else y.sum(0)
+    return ((y - want).norm() / want.norm()).item()
 
 
 def main() -> None:
@@ -100,8 +120,10 @@ def main() -> None:
             for tokens in numbers(options.tokens):
                 if kernel == "ours" and tokens > TOKENS:
                     continue
-                times = microseconds(calls, torch.randn(tokens, columns, device="cuda").bfloat16())
+                x = torch.randn(tokens, columns, device="cuda").bfloat16()
+                times = microseconds(calls, x)
                 measured = {"microseconds": times[2], "microseconds_min": times[0], "microseconds_max": times[-1]}
+                measured["error"] = error(calls[0](x), x, weights[0])
                 results.add({"model": layer, "variant": kernel, "tokens": tokens}, measured)
             del calls
             torch.cuda.empty_cache()

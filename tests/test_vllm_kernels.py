@@ -115,7 +115,8 @@ def test_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left out is said."""
     monkeypatch.setattr(EngineSpec, "config", {})
     monkeypatch.setattr(vllm_nvfp4, "unusable", lambda config: None)
-    every, ours = vllm_kernels.Kernels(True, True), vllm_kernels.Kernels(True, False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    every, ours = vllm_kernels.Kernels(True, True, backend="marlin"), vllm_kernels.Kernels(True, False)
     assert vllm_kernels.choose(spec(NVFP4()), True, False) == every
     assert vllm_kernels.choose(spec(BF16()), True, False) == ours
     assert vllm_kernels.choose(spec(NVFP4()), True, True) == ours  # dense
@@ -125,12 +126,14 @@ def test_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (spec(NVFP4(), "float32"), True, "as float32 arithmetic needs"),
     ):
         kernels = vllm_kernels.choose(given, wanted, False)
-        assert not kernels.ours and not kernels.nvfp4
+        assert not kernels.ours and not kernels.nvfp4 and kernels.backend == "marlin"
         assert kernels.note is not None and kernels.note.endswith(said)
     monkeypatch.setattr(vllm_nvfp4, "unusable", lambda config: "it is Tuesday")
     kernels = vllm_kernels.choose(spec(NVFP4()), True, False)
-    assert (kernels.ours, kernels.nvfp4) == (True, False)
+    assert (kernels.ours, kernels.nvfp4, kernels.backend) == (True, False, "marlin")
     assert kernels.note == "vLLM: NVFP4 by vLLM's own kernel: it is Tuesday"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert vllm_kernels.choose(spec(NVFP4()), True, False).backend == "auto"  # a GPU with FP4 units
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ class VLLMEngine(Engine):
                 adapter as slots,
             ):
                 base = load_settings(spec, dense=self.dense or not self._cuda)
-                self._llm = vllm_compat.build(self._settings(spec) | base)
+                self._llm = vllm_compat.build(self._settings(spec) | base | {"linear_backend": kernels.backend})
             self._norms = vllm_compat.norm_weights(self._llm)
             self._adapter = AdapterSlots(slots, spec)
             if absent := set(spec.targets) - {name.rpartition(".")[2] for name in slots}:

@@ -15,26 +15,33 @@ from registry.quantization import NVFP4, QuantFormat
 
 @dataclass(frozen=True)
 class Kernels:
-    """``ours``: adapter, norms, SwiGLU, rotation. ``nvfp4``: linear layers. ``note``: what is left out, and why."""
+    """``ours``: adapter, norms, SwiGLU, rotation. ``nvfp4``: linear layers. ``note``: what is left out, and why.
+    ``backend``: vLLM's setting for the linear layers that are not ours.
+    """
 
     ours: bool = False
     nvfp4: bool = False
     note: str | None = None
+    backend: str = "auto"
 
 
 def choose(spec: EngineSpec, wanted: bool, dense: bool) -> Kernels:
     """For the device of ``spec``; with ``dense`` vLLM is given BF16 weights."""
     if torch.device(spec.device).type != "cuda":
         return Kernels()
+    nvfp4 = isinstance(spec.quantization, NVFP4) and not dense
+    # Without FP4 units Marlin, whose tensors the trainer reads: vLLM 0.32 would take Humming on a Hopper GPU.
+    backend = "marlin" if nvfp4 and torch.cuda.get_device_capability()[0] < 10 else "auto"
     if not wanted or spec.dtype != "bfloat16":
         reason = f"{spec.dtype} arithmetic needs" if wanted else "kernels: false asks for"
-        return Kernels(note=f"vLLM: PyTorch's operations and vLLM's kernels instead of ours, as {reason}")
-    if not isinstance(spec.quantization, NVFP4) or dense:
+        note = f"vLLM: PyTorch's operations and vLLM's kernels instead of ours, as {reason}"
+        return Kernels(note=note, backend=backend)
+    if not nvfp4:
         return Kernels(ours=True)
     from qerl_pl.engine import vllm_nvfp4
 
     against = vllm_nvfp4.unusable(spec.config)
-    return Kernels(True, against is None, against and f"vLLM: NVFP4 by vLLM's own kernel: {against}")
+    return Kernels(True, against is None, against and f"vLLM: NVFP4 by vLLM's own kernel: {against}", backend)
 
 
 @contextmanager
