@@ -3,8 +3,8 @@ output in one block, so that its sums are FP32), ours for few tokens, dense BF16
 
     python benchmarks/linear.py --output benchmarks/results/h200/linear.json
 
-Time in a CUDA graph over several copies of the weight, so that none is in the cache; error: the norm of the difference
-from a product in FP32, over the norm of that. Needs a GPU, vLLM and humming-kernels.
+Time in a CUDA graph over several copies of the weight, so that none is in the cache; relative error: the norm of the
+difference from a product in FP32, over the norm of that. Needs a GPU, vLLM and humming-kernels.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def humming(stored: dict[str, Tensor]) -> Call:
 
 
 def humming_fp32(stored: dict[str, Tensor]) -> Call:
-    """Without ``use_stream_k``, which divides the inputs among blocks and adds their shares up in BF16."""
+    """Without ``use_stream_k``, which divides inputs among blocks and adds their shares up in BF16; with its tiles."""
     from humming import tune
 
     chosen = tune.get_heuristics_config
@@ -97,7 +97,7 @@ def microseconds(calls: list[Call], x: Tensor) -> list[float]:
     return sorted(1e3 * time / len(calls) for time in milliseconds(replay, repeats=5))
 
 
-def error(y: Any, x: Tensor, stored: dict[str, Tensor]) -> float:
+def relative_error(y: Any, x: Tensor, stored: dict[str, Tensor]) -> float:
     """Of y [N, out], or [shares, N, out] still to be summed."""
     want = x.float() @ NVFP4().dequantize(stored, torch.float32).T
     y = y.float() if y.dim() == 2 else y.sum(0)
@@ -120,10 +120,11 @@ def main() -> None:
             for tokens in numbers(options.tokens):
                 if kernel == "ours" and tokens > TOKENS:
                     continue
-                x = torch.randn(tokens, columns, device="cuda").bfloat16()
+                generator = torch.Generator(device="cuda").manual_seed(tokens)
+                x = torch.randn(tokens, columns, device="cuda", generator=generator).bfloat16()
                 times = microseconds(calls, x)
                 measured = {"microseconds": times[2], "microseconds_min": times[0], "microseconds_max": times[-1]}
-                measured["error"] = error(calls[0](x), x, weights[0])
+                measured["relative_error"] = relative_error(calls[0](x), x, weights[0])
                 results.add({"model": layer, "variant": kernel, "tokens": tokens}, measured)
             del calls
             torch.cuda.empty_cache()

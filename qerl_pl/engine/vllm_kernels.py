@@ -16,7 +16,7 @@ from registry.quantization import NVFP4, QuantFormat
 @dataclass(frozen=True)
 class Kernels:
     """``ours``: adapter, norms, SwiGLU, rotation. ``nvfp4``: linear layers. ``note``: what is left out, and why.
-    ``backend``: vLLM's setting for the linear layers that are not ours.
+    ``backend``: vLLM's ``linear_backend``, for the quantized layers that are not ours.
     """
 
     ours: bool = False
@@ -30,7 +30,7 @@ def choose(spec: EngineSpec, wanted: bool, dense: bool) -> Kernels:
     if torch.device(spec.device).type != "cuda":
         return Kernels()
     nvfp4 = isinstance(spec.quantization, NVFP4) and not dense
-    # Without FP4 units Marlin, whose tensors the trainer reads: vLLM 0.32 would take Humming on a Hopper GPU.
+    # Without FP4 units Marlin: vLLM 0.32 would take its own Humming layer on Hopper, whose tensors nothing here reads.
     backend = "marlin" if nvfp4 and torch.cuda.get_device_capability()[0] < 10 else "auto"
     if not wanted or spec.dtype != "bfloat16":
         reason = f"{spec.dtype} arithmetic needs" if wanted else "kernels: false asks for"

@@ -1,7 +1,7 @@
 """NVFP4 linear layers of vLLM on a GPU: Humming's kernels for few tokens, dense products for many; one set of tensors.
 
-vLLM itself takes Marlin on GPUs without FP4 units, which needs more than twice the time of a dense BF16 product from
-256 tokens on. Humming, which recent releases of vLLM depend on, stores weights alike.
+vLLM up to 0.31 takes Marlin on GPUs without FP4 units, which needs more than twice the time of a dense BF16 product
+from 256 tokens on. Humming, which recent releases of vLLM depend on and 0.32 takes on Hopper, stores weights alike.
 """
 
 import json
