@@ -128,6 +128,13 @@ def refusal(message: str) -> str | None:
     return said[0] if len(said) == 1 and message.startswith("Does not validate against any of the Union") else None
 
 
+def _holds_rows(path: Path) -> bool:
+    """Whether a file has rows of data, and not a component and its settings."""
+    if path.suffix == ".json" and path.is_file():
+        return "class_path" not in path.read_text(errors="replace")
+    return path.suffix in (".jsonl", ".parquet")
+
+
 def with_recipes(args: Sequence[str]) -> list[str]:
     """``--config configs/NAME.yaml`` is that of the package where the current folder has no such file."""
     found = list(args)
@@ -151,7 +158,7 @@ class Parser(LightningArgumentParser):
         words = with_recipes(sys.argv[1:] if args is None else args)
         pairs = [*(word.partition("=")[::2] for word in words), *pairwise(words)]
         for option, value in pairs:  # jsonargparse would read settings of a source from the file
-            if option in SOURCES and value.endswith((".jsonl", ".parquet")):
+            if option in SOURCES and _holds_rows(Path(value)):
                 name = option.removeprefix("--")
                 self.error(f"{name}: {value} is no prompt source; give {option} file {option}.path {value}")
         return super().parse_args(words, *more, **kwargs)

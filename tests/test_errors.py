@@ -202,11 +202,19 @@ def test_a_file_without_settings_is_named(text, tmp_path, capsys, monkeypatch):
 
 def test_a_file_of_rows_is_no_prompt_source(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for text in ("{}", '{"question": "a", "answer": "b"}\n{"question": "a", "answer": "b"}\n'):
-        Path("rows.jsonl").write_text(text)
-        for words in (["--data.train", "rows.jsonl"], ["--data.train=rows.jsonl"]):
+    row = '{"question": "a", "answer": "b"}'
+    for name, text in (
+        ("a.jsonl", "{}"),
+        ("a.jsonl", f"{row}\n{row}\n"),
+        ("a.json", f"[{row}]"),
+        ("a.json", f"{row}\n{row}"),
+    ):
+        Path(name).write_text(text)
+        for words in (["--data.train", name], [f"--data.train={name}"]):
             said = answer(["fit", "--config", CONFIG, *words], capsys, monkeypatch)
-            assert "data.train: rows.jsonl is no prompt source; give --data.train file --data.train.path rows." in said
+            assert f"data.train: {name} is no prompt source; give --data.train file --data.train.path {name}" in said
+    Path("settings.json").write_text('{"class_path": "file", "init_args": {"path": "nowhere.jsonl"}}')
+    assert "nowhere.jsonl" in answer(["fit", "--config", CONFIG, "--data.train", "settings.json"], capsys, monkeypatch)
 
 
 def test_an_optimizer_is_tried_before_anything_starts():
