@@ -167,10 +167,12 @@ def test_completions_table(finished):
     assert not any("step" in r for r in held_out)
 
 
-def test_a_fast_dev_run_writes_nothing(tmp_path, monkeypatch):
+def test_a_fast_dev_run_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run(tmp_path, "--trainer.fast_dev_run", "true")
+    cli = run(tmp_path, "--trainer.fast_dev_run", "true", "--data.eval_batch", "8")
+    cli.trainer.test(cli.model, cli.datamodule)
     assert not list(tmp_path.iterdir())
+    assert "| test |        8 |" in capsys.readouterr().out  # the table of one batch
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ class StartCheck(Callback):
     _held: tuple[int, ...] = ()
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        if stage == "fit" and trainer.fast_dev_run:  # type: ignore[attr-defined]  # writes nothing
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # writes nothing
             return
         folders = [run_folder(trainer)]
         if stage == "fit":

@@ -23,6 +23,7 @@ NO_ADAPTER = "none"
 
 class EvaluationResults(Callback):
     """Writes ``results/test.json`` (or ``validate.json``) and a plot into the run's folder, and prints a table.
+    A fast_dev_run only prints.
 
     Args:
         adapter: PEFT folder to evaluate instead of a checkpoint; ``none`` for the base alone.
@@ -62,15 +63,9 @@ class EvaluationResults(Callback):
         if not trainer.is_global_zero:
             return
         result = report(split, self._settings(trainer, pl_module, split), policy, base)
-        path = run_folder(trainer) / "results" / f"{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        said = ["", table(result), "", str(path)]
-        try:
-            draw(result, path.with_suffix(".png"))
-            said.append(str(path.with_suffix(".png")))
-        except ImportError as error:
-            said.append(f"no plot: {error}")
+        said = ["", table(result)]
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # one batch would replace what the whole set gave
+            said += ["", *_written(result, run_folder(trainer) / "results" / f"{name}.json")]
         if not self.quiet:
             print("\n".join(said), flush=True)
 
@@ -100,6 +95,17 @@ class EvaluationResults(Callback):
             "sources": {name or split: _describe(source) for name, source in data.sets(split).items()},
             "version": __version__,
         }
+
+
+def _written(result: dict[str, Any], path: Path) -> list[str]:
+    """Write JSON and plot; where they are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    try:
+        draw(result, path.with_suffix(".png"))
+    except ImportError as error:
+        return [str(path), f"no plot: {error}"]
+    return [str(path), str(path.with_suffix(".png"))]
 
 
 def evaluate_base(trainer: Trainer, pl_module: Any, split: str, batches: int) -> Grades:
