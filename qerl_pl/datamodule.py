@@ -1,5 +1,6 @@
 """The RolloutDataModule: owns the engine and the prompts, and yields rollouts."""
 
+import math
 import re
 from typing import Any
 
@@ -14,6 +15,9 @@ from qerl_pl.rollouts import Collector, EvaluationRollouts, TrainingRollouts
 from qerl_pl.types import Sampling
 from registry.prompts import Arithmetic, PromptsName, PromptSource
 from registry.rewards import GSM8K, AnswerFormat, AnswerFormatName, Format, Reward, RewardName, ThinkAnswer
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM samples at this one instead of at a lower one, of which the trainer's probabilities would be."""
 
 
 class RolloutDataModule(LightningDataModule):
@@ -94,10 +98,19 @@ class RolloutDataModule(LightningDataModule):
                 raise ValueError(f"{name}: {value} must be at least 1")
         if num_generations < 2:
             raise ValueError(f"num_generations: {num_generations}; a group needs at least 2 completions to compare")
-        if temperature <= 0:
+        if not LEAST_TEMPERATURE <= temperature < math.inf:
             raise ValueError(
-                f"temperature: {temperature} must be above 0: without chance the completions of a group are equal"
+                f"temperature: {temperature} must be a number from {LEAST_TEMPERATURE} on: without chance the "
+                "completions of a group are equal"
             )
+        if eval_temperature != 0 and not LEAST_TEMPERATURE <= eval_temperature < math.inf:
+            raise ValueError(
+                f"eval_temperature: {eval_temperature} must be 0 (the likeliest token) or a number from "
+                f"{LEAST_TEMPERATURE} on"
+            )
+        for name, share in (("top_p", top_p), ("eval_top_p", eval_top_p)):
+            if not 0 < share <= 1:
+                raise ValueError(f"{name}: {share} must be above 0 and at most 1, which keeps every token")
         if not rewards:
             raise ValueError("rewards: the list is empty; name at least one, for example [gsm8k]")
         for reward in rewards:

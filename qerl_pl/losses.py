@@ -7,6 +7,7 @@ over the tokens of the whole batch (``token_weights``); c_t corrects for complet
 distribution rather than the trainer's (``importance_weights``); f_t picks the tokens of high entropy.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,6 +90,9 @@ class Loss:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(choices)}")
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name}: {value} must be a finite number")
         for name in ("num_iterations", "num_minibatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
@@ -208,8 +212,10 @@ def _surrogate(settings: Loss, ratio: Tensor, logprobs: Tensor, advantage: Tenso
 
 
 def entropy_threshold(entropy: Tensor, mask: Tensor, share: float) -> float:
-    """The entropy that ``share`` of the tokens of the mask reach; both [B, T]."""
+    """The entropy that ``share`` of the tokens of the mask reach, more where they tie; both [B, T]."""
     ordered = entropy[mask].float().sort().values
+    if not len(ordered):  # all completions were cut off, and such have no loss
+        return math.inf
     position = (1 - share) * (len(ordered) - 1)
     below = int(position)
     above = min(below + 1, len(ordered) - 1)

@@ -93,6 +93,11 @@ class QeRLModule(LightningModule):
             raise ValueError(f"dtype: {dtype!r} is not one of auto, {', '.join(DTYPES)}")
         if lr_schedule not in ("constant", "linear", "cosine"):
             raise ValueError(f"lr_schedule: {lr_schedule!r} is not one of constant, linear, cosine")
+        if not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm: {max_grad_norm} must be above 0; .inf never clips")
+        for name, value in (("memory_gb", memory_gb), ("tokens_per_micro_batch", tokens_per_micro_batch)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}: {value} must be above 0")
         if not 0 <= warmup <= 1:
             raise ValueError(f"warmup: {warmup} is a share of the optimizer steps, from 0 to 1; for 4 of 100 give 0.04")
         check_optimizer(optimizer)

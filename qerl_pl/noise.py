@@ -1,7 +1,9 @@
 """Gaussian noise on RMSNorm weights (paper Eq. 9-12), written in place and taken back exactly."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -43,6 +45,8 @@ class NormNoise:
     @torch.no_grad()
     def apply(self, sigma: float, step: int) -> Applied:
         """Set every weight to clean + σ·z, z from N(0, 1); what was there before does not matter."""
+        if not (isinstance(sigma, Real) and 0 <= sigma < math.inf):  # a schedule may be the user's
+            raise ValueError(f"noise: the schedule gave sigma {sigma!r} for step {step}; give a number from 0 on")
         if sigma == 0:
             self.restore()
             return Applied(0, 0.0, 0.0)

@@ -140,7 +140,8 @@ def score(
     }
     totals = []
     for scores in zip(*parts.values(), strict=True):
-        given = [reward.weight * value for reward, value in zip(rewards, scores, strict=True) if value is not None]
+        pairs = zip(rewards, scores, strict=True)  # of weight 0: only logged
+        given = [reward.weight * value for reward, value in pairs if reward.weight and value is not None]
         totals.append(sum(given) if given else math.nan)
     return parts, totals
 

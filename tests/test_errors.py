@@ -1,6 +1,7 @@
 """A stranger's session: each mistake is answered in one clear line."""
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 
 from qerl_pl import lightning_cli
 from qerl_pl.cli import COMMANDS, HELP, LIGHTNING, main
+from qerl_pl.datamodule import RolloutDataModule
 from qerl_pl.lightning_cli import QeRLCLI, nothing_but_config
 from qerl_pl.module import QeRLModule
 from registry.rewards import Reward
@@ -215,6 +217,25 @@ def test_a_file_of_rows_is_no_prompt_source(tmp_path, capsys, monkeypatch):
             assert f"data.train: {name} is no prompt source; give --data.train file --data.train.path {name}" in said
     Path("settings.json").write_text('{"class_path": "file", "init_args": {"path": "nowhere.jsonl"}}')
     assert "nowhere.jsonl" in answer(["fit", "--config", CONFIG, "--data.train", "settings.json"], capsys, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("made", "name", "values"),
+    [
+        (QeRLModule, "max_grad_norm", [0, -1, math.nan]),
+        (QeRLModule, "memory_gb", [0, -1.0]),
+        (QeRLModule, "tokens_per_micro_batch", [0, -5]),
+        (RolloutDataModule, "temperature", [0, -1, 1e-45, math.inf, math.nan]),
+        (RolloutDataModule, "eval_temperature", [-1, 1e-3, math.inf, math.nan]),
+        (RolloutDataModule, "top_p", [0, -1, 1.1, math.nan]),
+        (RolloutDataModule, "eval_top_p", [0, 1.1]),
+    ],
+)
+def test_numbers_that_would_spoil_a_run_without_a_word(made, name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^{name}: {value} must be "):
+            made(**{name: value})
+    RolloutDataModule(eval_temperature=0, temperature=0.01, top_p=0.1)
 
 
 def test_an_optimizer_is_tried_before_anything_starts():

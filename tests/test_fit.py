@@ -1,6 +1,7 @@
 """Whole runs of ``qerl-pl`` on the embedded model: what they write, where they go on, what they refuse."""
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -8,10 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
+from qerl_pl.callbacks import AdapterFolder
 from qerl_pl.evaluation import metric_names
 from qerl_pl.lightning_cli import QeRLCLI
 from qerl_pl.rollouts import Report, say_notes
@@ -262,6 +266,33 @@ def test_a_run_without_a_judge_is_refused_before_it_begins(tmp_path):
     with pytest.raises(ValueError, match="none of them checks correctness"):
         run(tmp_path, "--data.rewards", "[format]", "--trainer.max_steps", "2", "--trainer.val_check_interval", "1")
     assert not list(tmp_path.rglob("completions.jsonl"))
+
+
+def test_checkpoints_where_a_rollout_has_several_updates(tmp_path):
+    """5 is no multiple of 3, and so is none of the counts of updates after a rollout."""
+    arguments = ("--model.loss.num_iterations", "3", "--trainer.max_steps", "9", "--trainer.val_check_interval", "100")
+    run(tmp_path, *arguments, "--checkpoint.every_n_train_steps", "5", "--checkpoint.save_top_k", "-1")
+    assert sorted(path.name for path in tmp_path.rglob("*.ckpt")) == ["last.ckpt", "step-step=6.ckpt"]
+
+
+@pytest.mark.parametrize("fault", ["weights", "disk"])
+def test_a_spoiled_end_leaves_the_last_checkpoint(tmp_path, capsys, fault):
+    def save(path):
+        raise OSError("No space left on device")
+
+    trainer = SimpleNamespace(
+        global_step=4, fast_dev_run=False, checkpoint_callback=ModelCheckpoint(tmp_path), checkpoint_callbacks=[],
+        logger=None, default_root_dir=tmp_path, save_checkpoint=save,
+    )  # fmt: skip
+    weights = {"a": torch.tensor([1.0, math.nan if fault == "weights" else 2.0])}
+    module = SimpleNamespace(updates_per_rollout=2, state_dict=lambda: weights)
+    folder = AdapterFolder()
+    folder._training = True
+    (tmp_path / "last.ckpt").write_text("of the rollout before")
+    folder.on_exception(trainer, module, RuntimeError("the cause"))
+    said = capsys.readouterr().err
+    assert ("could not be saved: No space left on device" in said) == (fault == "disk")
+    assert f"go on from there: qerl-pl fit --config FILE --ckpt_path {tmp_path / 'last.ckpt'}" in said
 
 
 def test_a_preempted_run_is_no_finished_one(tmp_path):

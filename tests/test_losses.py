@@ -169,6 +169,7 @@ def test_focus_by_hand():
     entropy = torch.tensor([[0.1, 0.4, 9.0], [0.2, 0.3, 9.0]])
     mask = torch.tensor([[True, True, False], [True, True, False]])
     assert entropy_threshold(entropy, mask, 0.5) == pytest.approx(0.25)
+    assert entropy_threshold(entropy, mask & False, 0.5) == math.inf  # no token left: all were cut off
     assert entropy_threshold(entropy, mask, 0.75) == pytest.approx(
         float(torch.quantile(torch.tensor([0.1, 0.2, 0.3, 0.4]), 0.25))
     )
@@ -233,6 +234,8 @@ def test_k3_is_an_unbiased_estimate_of_kl():
         ({"kl_estimator": "k4"}, "kl_estimator: 'k4' is not one of k1, k2, k3"),
         ({"importance_mode": "drop"}, "importance_mode: 'drop' is not one of truncate, mask"),
         ({"loss_type": "cispo"}, "epsilon_high: 0.28 with cispo"),
+        ({"importance_cap": math.nan}, "importance_cap: nan must be a finite number"),
+        ({"entropy_coef": math.inf}, "entropy_coef: inf must be a finite number"),
         ({"beta": -1.0}, "beta: -1.0 must be at least 0"),
         ({"entropy_coef": -1.0}, "entropy_coef: -1.0 must be at least 0"),
         ({"delta": 1.1}, "delta: 1.1 must be above the upper clip bound 1.28"),

@@ -30,6 +30,15 @@ def test_size_and_exact_restoration(sigma):
     assert all(torch.equal(live[n], clean[n]) for n in live)
 
 
+@pytest.mark.parametrize("sigma", [float("nan"), float("inf"), -1e-3, None])
+def test_a_schedule_must_give_a_size(sigma):
+    live = norms()
+    clean = {n: w.clone() for n, w in live.items()}
+    with pytest.raises(ValueError, match=rf"noise: the schedule gave sigma {sigma} for step 2; give a number from 0"):
+        NormNoise(live, WHICH, seed=0).apply(sigma, step=2)
+    assert all(torch.equal(live[n], clean[n]) for n in live)
+
+
 def test_noise_replaces_noise_and_does_not_add_up():
     live = norms()
     noise = NormNoise(live, WHICH, seed=0)

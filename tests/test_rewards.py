@@ -24,6 +24,7 @@ from registry.rewards import (
 )
 from registry.rewards import Length as LengthReward
 from registry.rewards.answer_formats import AnswerFormat
+from registry.rewards.base import checked_scores
 
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "data" / "word_problems.jsonl").read_text().splitlines()]
 
@@ -168,6 +169,21 @@ def test_rewards_of_the_same_name_are_numbered() -> None:
     parts, totals = score(rewards, ThinkAnswer(), [prompt()], [completion(GOOD)])
     assert list(parts) == ["format", "gsm8k", "format_2", "format_3"]
     assert totals == pytest.approx([1.6])
+
+
+def test_a_reward_that_is_only_logged_changes_no_total() -> None:
+    """Also where the others abstain: a total of 0 would be compared with the group's."""
+    prompts, completions = [prompt("#### 4"), prompt("unknown")], [completion(GOOD)] * 2
+    parts, totals = score([GSM8K(), Format(weight=0)], ThinkAnswer(), prompts, completions)
+    assert parts == {"gsm8k": [1.0, None], "format": [1.0, 1.0]}
+    assert totals[0] == 1 and math.isnan(totals[1])
+
+
+def test_scores_must_fit_into_fp32() -> None:
+    assert checked_scores("mine", [3e38, None], 2) == [3e38, None]
+    for value in (1e39, -1e39, math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"mine returned .* for completion 0; return a finite number"):
+            checked_scores("mine", [value], 1)
 
 
 def test_verdict_rates() -> None:

@@ -24,6 +24,9 @@ class AdapterFolder(Callback):
         for checkpoint in trainer.checkpoint_callbacks:  # last.ckpt is also ours; Lightning would write last-v1 too
             if isinstance(checkpoint, ModelCheckpoint) and checkpoint.CHECKPOINT_NAME_LAST == "last":
                 checkpoint.last_model_path = checkpoint.format_checkpoint_name({}, "last")
+                # Lightning saves where the count of updates, which a rollout raises by several, is a multiple
+                updates: int = pl_module.updates_per_rollout  # type: ignore[assignment]
+                checkpoint._every_n_train_steps = -(-checkpoint._every_n_train_steps // updates) * updates
                 if trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning saves at the end even then
                     checkpoint.save_last = False
         place = "nothing: fast_dev_run" if trainer.fast_dev_run else f"to {run_folder(trainer)}"  # type: ignore[attr-defined]
@@ -40,8 +43,12 @@ class AdapterFolder(Callback):
 
         Between the updates of one rollout batch the last checkpoint stays: going on from the middle would repeat some.
         """
-        if trainer.global_step % pl_module.updates_per_rollout == 0:  # type: ignore[operator]
-            self._save_last(trainer)
+        whole = trainer.global_step % pl_module.updates_per_rollout == 0  # type: ignore[operator]
+        if whole and all(tensor.isfinite().all() for tensor in pl_module.state_dict().values()):
+            try:
+                self._save_last(trainer)
+            except Exception as error:  # a full disk, maybe: what ends the run is to be told
+                _say(f"the state at this point could not be saved: {error}")
         last = _last(trainer)
         if last is not None and last.exists():
             _say(f"stopped; go on from there: {command('fit', run_folder(trainer), last)}")

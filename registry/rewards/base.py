@@ -69,6 +69,9 @@ else:
         """A registered reward."""
 
 
+LARGEST = 3e38  # batches are FP32
+
+
 def checked_scores(source: str, scores: Any, count: int) -> list[float | None]:
     """``scores`` as floats and None; ValueError unless there is one finite number, or None, for each completion."""
     scores = scores.tolist() if hasattr(scores, "tolist") else scores  # tensors, arrays
@@ -81,7 +84,7 @@ def checked_scores(source: str, scores: Any, count: int) -> list[float | None]:
             f"{source} returned {len(scores)} scores for {count} completions; return one for each, in order"
         )
     for i, score in enumerate(scores):
-        if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
+        if score is not None and not (isinstance(score, Real) and abs(float(score)) <= LARGEST):
             raise ValueError(
                 f"{source} returned {score!r} for completion {i}; return a finite number, or None to abstain"
             )
