@@ -58,6 +58,15 @@ def test_the_adapter_was_trained_and_delivered(finished):
     assert all(torch.equal(held[n], t) for n, t in adapter(cli).items())
 
 
+def test_the_adapters_card_leads_to_an_answer(finished, capsys):
+    _, folder = finished
+    (card,) = folder.rglob("adapter/README.md")
+    exec(card.read_text().partition("```python\n")[2].partition("```")[0], {})
+    answer = capsys.readouterr().out
+    assert "What is 17 + 25?" in answer
+    assert len(answer.rpartition("<|assistant|>")[2]) > 10
+
+
 def test_noise_came_in_stages_and_went_away(finished):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

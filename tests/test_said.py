@@ -9,6 +9,7 @@ from qerl_pl.callbacks.said import beginning, card, command
 from qerl_pl.policy import LoRA
 from registry.prompts import Arithmetic, File
 from registry.quantization import FP8
+from registry.rewards import ThinkAnswer
 
 
 def run(model: str = "tiny", norms: tuple[str, ...] = (), source=Arithmetic(), done: int = 0):
@@ -16,6 +17,7 @@ def run(model: str = "tiny", norms: tuple[str, ...] = (), source=Arithmetic(), d
     data = SimpleNamespace(
         sources={"train": source}, done=done, batch=4, sampling=SimpleNamespace(n=8), engine=object(),
         train_dataloader=lambda: SimpleNamespace(prompts=range(1234)),
+        collector=SimpleNamespace(answer_format=ThinkAnswer()),
     )  # fmt: skip
     module = SimpleNamespace(
         model=model, lora=LoRA(rank=16, alpha=8, rank_stabilized=True, targets=("q_proj",)), quantization=FP8(),
@@ -53,6 +55,6 @@ def test_cards(tmp_path):
     assert "alpha 32, on q_proj\n" in text("owner/name")  # as saved: 8 x the root of 16
     (tmp_path / "base").mkdir()
     for local in ("tiny", str(tmp_path / "base"), "random:7B"):
-        assert "base_model" not in text(local)
+        assert "base_model:" not in text(local)
     assert "AutoPeftModel" in text("owner/name") and "AutoPeftModel" not in text("random:7B")
     assert "norms.safetensors" in text("tiny", ("norm",)) and "norms" not in text("tiny")

@@ -34,6 +34,22 @@ def command(name: str, folder: Path, checkpoint: Path) -> str:
     return f"qerl-pl {name} --config {settings} --ckpt_path {quote(str(checkpoint))}"
 
 
+def _snippet(adapter: Path, collector: Any) -> str:
+    """From the folder to an answer, with the system prompt of the training."""
+    system = collector.answer_format.system_prompt
+    messages = [{"role": "system", "content": system}] if system.strip() else []
+    return f"""```python
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+model = AutoPeftModelForCausalLM.from_pretrained({str(adapter)!r})
+tokenizer = AutoTokenizer.from_pretrained(model.peft_config["default"].base_model_name_or_path)
+chat = {[*messages, {"role": "user", "content": "What is 17 + 25?"}]!r}
+prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=512)[0]))
+```"""
+
+
 def card(trainer: Trainer, pl_module: Any, adapter: Path, checkpoint: Path) -> str:
     """README.md of the adapter as it is now; PEFT's own is a form with nothing filled in."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
@@ -55,9 +71,8 @@ def card(trainer: Trainer, pl_module: Any, adapter: Path, checkpoint: Path) -> s
     ]
     if not model.startswith(PREFIX):  # of which there are no weights to load
         said.append(
-            f"\nLoad it with PEFT, on the base as it is stored (it was trained on the base in {form}):\n\n"
-            f"```python\nfrom peft import AutoPeftModelForCausalLM\n\n"
-            f"model = AutoPeftModelForCausalLM.from_pretrained({str(adapter)!r})\n```"
+            f"\nUse it with PEFT, on the base as it is stored. It was trained on the base in {form}, which answers a "
+            "little differently; `qerl-pl test --adapter` measures it there.\n\n" + _snippet(adapter, data.collector)
         )
     if pl_module.trained_norms:
         said.append("\nPEFT loads no norms: `norms.safetensors` has those that were trained too.")
