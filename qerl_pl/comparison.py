@@ -1,14 +1,16 @@
 """``qerl-pl compare``: two evaluations, paired by problem."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from qerl_pl.evaluation_table import markdown, percent
 from qerl_pl.run_settings import changes, run_settings
 from qerl_pl.statistics import Estimate, mean_difference, mean_over_sets, sign_test
+from registry.prompts.dataset import read_text
 
 HELP = """\
 usage: qerl-pl compare A.json B.json
@@ -60,17 +62,48 @@ def command(args: Sequence[str]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result of ``qerl-pl test``. ValueError if the file is none."""
+    """A result of ``qerl-pl test``. ValueError if the file is none, or contradicts itself."""
     if not path.is_file():
         raise ValueError(f"compare: there is no file {path}; qerl-pl test writes results/test.json in its run's folder")
+    text = read_text(str(path))
     try:
-        result = json.loads(path.read_text())
-        complete = all("rows" in summary for summary in result["sets"].values()) and "settings" in result
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        result = json.loads(text)
+        complete = result["sets"] and all(isinstance(summary["rows"], list) for summary in result["sets"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
         complete = False
     if not complete:
         raise ValueError(f"compare: {path} is no result of qerl-pl test or validate; give its results/*.json")
+    for fault in faults(result):
+        raise ValueError(f"compare: {path}: {fault}; give it as qerl-pl test or validate wrote it, or evaluate again")
     return result  # type: ignore[no-any-return]
+
+
+def faults(result: Mapping[str, Any]) -> Iterator[str]:
+    """What a result lacks, and where it contradicts itself: a file that was edited or cut would be believed."""
+    settings = result.get("settings")
+    if not isinstance(settings, Mapping) or not isinstance(settings.get("policy"), str):
+        yield "settings.policy is missing"
+    for name, summary in result["sets"].items():
+        samples, rates = summary.get("samples"), dict[str, float]()
+        if type(samples) is not int or samples < 1:
+            yield f"{name}: samples is {samples!r}, not a whole number from 1"
+            continue
+        for number, row in enumerate(summary["rows"], start=1):
+            problem, right = (row.get("id"), row.get("right")) if isinstance(row, Mapping) else (None, None)
+            if not isinstance(problem, str):
+                yield f"{name}: row {number} has no id"
+            elif problem in rates:
+                yield f"{name}: the id {problem!r} is given twice"
+            elif type(right) is not int or not 0 <= right <= samples:
+                yield f"{name}: right of {problem!r} is {right!r}, not a whole number in 0..{samples}"
+            else:
+                rates[problem] = right / samples
+        given = summary.get("pass@1")
+        ends = [given.get(end) for end in ("value", "low", "high")] if isinstance(given, Mapping) else []
+        if not ends or not all(isinstance(end, int | float) for end in ends):
+            yield f"{name}: pass@1 is {given!r}, not value, low and high"
+        elif not rates or not abs(ends[0] - fmean(rates.values())) <= 1e-6:  # NaN is not; a report rounds nothing
+            yield f"{name}: pass@1 is {ends[0]}, but {sum(rates.values()):g} of {len(rates)} rows are right"
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Difference]:

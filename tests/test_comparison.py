@@ -1,6 +1,8 @@
 """Two results, paired by problem, by hand."""
 
 import json
+import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 
 from qerl_pl.cli import main
 from qerl_pl.comparison import command, compare, differing, read, table, trained_with
-from qerl_pl.evaluation import pass_rate
+from qerl_pl.evaluation import pass_rate, report
 from qerl_pl.statistics import mean_difference
 from tests.test_evaluation import SETTINGS, graded
 from tests.test_evaluation import batch as graded_batch
@@ -117,3 +119,52 @@ def test_command(tmp_path, capsys):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ValueError, match="is no result of qerl-pl test or validate"):
             read(tmp_path / "bad.json")
+
+
+ROW = {"id": "a", "right": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rows": [{"right": 1}, ROW]}, "x: row 1 has no id"),
+        ({"rows": [ROW, 5]}, "x: row 2 has no id"),
+        ({"rows": [ROW, ROW]}, "x: the id 'a' is given twice"),
+        *(({"rows": [{"id": "b", "right": n}, ROW]}, f"x: right of 'b' is {n!r}, not a whole number in 0..2")
+          for n in (3, -1, 0.5, True, None)),
+        *(({"samples": n}, f"x: samples is {n!r}, not a whole number from 1") for n in (0, None, 1.5)),
+        ({"pass@1": None}, "x: pass@1 is None, not value, low and high"),
+        ({"pass@1": {"value": 0.75}}, "x: pass@1 is {'value': 0.75}, not value, low and high"),
+        ({"pass@1": {"value": 0.76, "low": 0, "high": 1}}, "x: pass@1 is 0.76, but 1.5 of 2 rows are right"),
+        ({"pass@1": {"value": math.nan, "low": 0, "high": 1}}, "x: pass@1 is nan, but 1.5 of 2 rows are right"),
+        ({"rows": []}, "x: pass@1 is 0.75, but 0 of 0 rows are right"),
+    ],
+)  # fmt: skip
+def test_results_that_contradict_themselves(tmp_path, change, said):
+    path = tmp_path / "test.json"
+    path.write_text(json.dumps(result(x=summary([1, 2], samples=2))))
+    read(path)
+    path.write_text(json.dumps(result(x=summary([1, 2], samples=2) | change)))
+    with pytest.raises(ValueError, match=re.escape(f"compare: {path}: {said}; give it as")):
+        read(path)
+
+
+def test_results_without_settings_or_of_another_encoding(tmp_path):
+    path, whole = tmp_path / "test.json", result(x=summary([1, 0]))
+    for settings in (None, {}, {"policy": None}):
+        path.write_text(json.dumps(whole | {"settings": settings}))
+        with pytest.raises(ValueError, match=r"test\.json: settings\.policy is missing; give"):
+            read(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"test\.json is no text in UTF-8"):
+        read(path)
+
+
+def test_what_an_evaluation_reports_is_believed(tmp_path):
+    """Thirds are no round numbers."""
+    problems = graded(graded_batch([["1", "2", "2"], ["1", "1", "2"], ["2", "2", "2"]], ["1"] * 3))
+    for i, problem in enumerate(problems.sets[""]):
+        problem.id = f"problem {i}"
+    written = report("test", SETTINGS, problems, None)
+    (tmp_path / "test.json").write_text(json.dumps(written))
+    assert read(tmp_path / "test.json") == json.loads(json.dumps(written))
