@@ -10,7 +10,7 @@ from typing import Any
 from qerl_pl.evaluation_table import markdown, percent
 from qerl_pl.run_settings import changes, run_settings
 from qerl_pl.statistics import Estimate, mean_difference, mean_over_sets, sign_test
-from registry.prompts.dataset import read_text
+from registry.prompts.files import read_text
 
 HELP = """\
 usage: qerl-pl compare A.json B.json

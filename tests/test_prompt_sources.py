@@ -51,6 +51,7 @@ def test_limit() -> None:
 
 
 CHAT = [{"role": "user", "content": "2 + 2?"}]
+TEXT = {"type": "text", "text": "2?"}
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,17 @@ CHAT = [{"role": "user", "content": "2 + 2?"}]
         (
             {"prompt": [{"role": "user", "content": "a", "name": None}], "answer": "4"},
             {"prompt": [{"role": "user", "content": "a"}], "answer": "4"},
+        ),
+        (  # OpenAI's parts
+            {"prompt": [{"role": "user", "content": [TEXT | {"text": "2 + "}, TEXT]}], "answer": "4"},
+            {"prompt": CHAT, "answer": "4"},
+        ),
+        (  # keeps away the one that a template has, and a reference completion is not read
+            {
+                "prompt": [{"role": "system", "content": ""}, *CHAT, {"role": "assistant", "content": None}],
+                "answer": "4",
+            },
+            {"prompt": [{"role": "system", "content": ""}, *CHAT], "answer": "4"},
         ),
     ],
 )
@@ -137,7 +149,10 @@ def test_parquet(tmp_path: Path) -> None:
         ),
         ([{"prompt": "a", "answer": "b"}], {"prompt": "query"},
             r"has no column 'query', only prompt, answer; set columns: {prompt:"),
-        ([{"prompt": "a", "meta": {"x": 1}}], {"answer": "meta.y"}, r"has no column 'meta\.y', only prompt, meta"),
+        ([{"prompt": "a", "meta": {"x": 1}}], {"answer": "meta.y"},
+            r"has no column 'meta\.y', only prompt, meta; meta has x; set columns: {answer: <one of them>}"),
+        ([{"prompt": "a", "answer": 1, "meta": {"x": 1, "y": 2}}], {"level": "meta.z.u"}, "; meta has x, y; set"),
+        ([{"prompt": "a", "answer": 1}], {"level": "answer.y"}, "'answer.y', only prompt, answer; set columns"),
         ([{"prompt": "a", "answer": "b"}, {"prompt": "a"}], None,
             r"line 2 of .*rows\.jsonl has no usable answer in column 'answer': None"),
         ([{"prompt": "a", "answer": "b"}, "", {"prompt": "a"}], None, r"line 3 of .*rows\.jsonl has no usable answer"),
@@ -148,9 +163,23 @@ def test_parquet(tmp_path: Path) -> None:
         ([{"prompt": " ", "answer": "b"}], None, r"line 1 of .* has no usable prompt in column 'prompt': ' '"),
         ([{"prompt": [], "answer": "b"}], None, r"line 1 of .* has no usable prompt in column 'prompt': \[\]"),
         ([{"prompt": ["hi"], "answer": "b"}], None, r"line 1 of .* has no usable prompt in column 'prompt': \['hi'\]"),
+        *(
+            ([{"prompt": "a", "answer": "b"}, {"prompt": [{"role": "user", "content": content}], "answer": "b"}], None,
+                r"line 2 of .* has no usable prompt in column 'prompt': \[{'role': 'user', 'content': ")
+            for content in (
+                None, "", " \n", [], 5, ["a"], [TEXT, {"type": "image", "text": "x"}], [{"type": "text"}], {"a": 1},
+            )
+        ),
+        ([{"prompt": [{"role": "system", "content": None}, *CHAT], "answer": "b"}], None, "line 1 of .* no usable"),
         ([{"prompt": 5, "answer": "b"}], None, r"line 1 of .* has no usable prompt in column 'prompt': 5"),
         ([{"prompt": "a", "answer": "b"}, "{oops"], None, r"rows\.jsonl:2 is not JSON: .*; one object a line is"),
         (["[\n1,\noops]"], None, r"rows\.jsonl:3 is not JSON"),
+        (["", '{"prompt": "a", "answer": ' + "9" * 5000 + "}"], None,
+            r"rows\.jsonl:2 cannot be read: Exceeds the limit .* has 5000 digits; write the number as a text"),
+        ([{"prompt": "\U0001f600 \\ud83d", "answer": "b"}, {"prompt": "\ud83d", "answer": "b"}], None,
+            r"rows\.jsonl:2 holds '\\ud83d', which is half of a character"),
+        ([json.dumps([{"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": {"\udc00": 1}}])], None,
+            r"rows\.jsonl:1, row 2, holds '\\udc00', which is half"),
         (["5"], None, r"rows\.jsonl:1 holds int, not an object"),
     ],
 )  # fmt: skip
@@ -186,3 +215,9 @@ def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Hub(str(folder), columns={"prompt": "text"})[0]
     with pytest.raises(ValueError, match="dev"):
         len(Hub(str(folder), split="dev"))
+
+
+def test_a_condition_on_a_field_that_is_not_there(write: Write) -> None:
+    source = File(write({"prompt": "a", "answer": "b", "meta": {"level": 1}}), where={"meta.levle": 1})
+    with pytest.raises(ValueError, match=r"no column 'meta\.levle', only prompt, answer, meta; meta has level; corr"):
+        len(source)

@@ -1,13 +1,12 @@
 """Prompts from files and from the Hugging Face hub, in the layouts of the usual data sets."""
 
-import json
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 from registry.prompts.base import PROMPTS, PromptSource
+from registry.prompts.files import Lines, read_file
 from registry.prompts.where import checked, matches
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
@@ -22,6 +21,22 @@ def _get(row: Mapping[str, Any], column: str) -> Any:
     return value
 
 
+def _columns(row: Mapping[str, Any], missing: str) -> str:
+    """What there is instead of a missing column: all columns, and the fields of the one that it begins with."""
+    whole, _, _ = missing.partition(".")
+    fields = row.get(whole)
+    inside = f"; {whole} has {', '.join(fields)}" if isinstance(fields, Mapping) else ""
+    return f"only {', '.join(row)}{inside}"
+
+
+def _content(value: Any) -> str | None:
+    """The text of a message; of a list of parts, as OpenAI has it, if all of them are text. None if it is no text."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in value]
+        return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+    return value if isinstance(value, str) else None
+
+
 def _messages(value: Any) -> str | list[dict[str, str]] | None:
     """A prompt as it should be: text, or chat messages that end before the assistant's turn; None if it is neither."""
     if isinstance(value, str):
@@ -30,18 +45,14 @@ def _messages(value: Any) -> str | list[dict[str, str]] | None:
         isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in value
     ):
         return None
-    messages = [{"role": m["role"], "content": m["content"]} for m in value]
-    if messages and messages[-1]["role"] == "assistant":
-        messages.pop()  # open-instruct keeps a reference completion there: it would give the answer away
+    if value and value[-1]["role"] == "assistant":
+        value = value[:-1]  # open-instruct keeps a reference completion there: it would give the answer away
+    messages = []
+    for role, content in ((m["role"], _content(m["content"])) for m in value):
+        if content is None or not (content.strip() or role == "system"):  # an empty one keeps a template's own away
+            return None
+        messages.append({"role": role, "content": content})
     return messages or None
-
-
-class Lines(list[Mapping[str, Any]]):
-    """Rows of a file of JSON lines, and the line of each, counted from 1; blank lines are no rows."""
-
-    def __init__(self, rows: Iterable[Mapping[str, Any]], numbers: list[int]) -> None:
-        super().__init__(rows)
-        self.numbers = numbers
 
 
 def place(rows: Sequence[Any], index: int) -> str:
@@ -103,7 +114,7 @@ class Table(PromptSource):
             if theirs not in first and _get(first, theirs) is None:
                 what = f"no column {theirs!r}" if theirs else f"no {ours} column"
                 raise ValueError(
-                    f"{self.origin} has {what}, only {', '.join(first)}; set columns: {{{ours}: <one of them>}}"
+                    f"{self.origin} has {what}, {_columns(first, theirs)}; set columns: {{{ours}: <one of them>}}"
                 )
         return mapping
 
@@ -125,7 +136,7 @@ class Table(PromptSource):
                 kept.append(index)
         for name, seen in met.items():
             if not seen:
-                raise ValueError(f"{self.origin} has no column {name!r}, only {', '.join(self.rows[0])}; correct where")
+                raise ValueError(f"{self.origin} has no column {name!r}, {_columns(self.rows[0], name)}; correct where")
         if not kept:
             first = {name: _get(self.rows[0], name) for name in conditions}
             raise ValueError(
@@ -164,59 +175,6 @@ class Table(PromptSource):
                 )
         used = {theirs for ours, theirs in self.mapping.items() if ours in ("prompt", "answer")}
         return values | {name: value for name, value in row.items() if name not in used and name not in values}
-
-
-def read_file(name: str) -> Sequence[Mapping[str, Any]]:
-    """The rows of a ``.jsonl``, ``.json`` (lines, or one array) or ``.parquet`` file; ValueError if there are none."""
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise ValueError(f"there is no file {name} (looked in {Path.cwd()}); correct path")
-    if path.suffix == ".parquet":
-        import pyarrow.parquet  # heavy
-
-        try:
-            rows: list[Mapping[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-        except (OSError, pyarrow.ArrowException) as error:
-            said = str(error).rpartition("': ")[2]  # the file is named once
-            raise ValueError(
-                f"{name} cannot be read as parquet ({said}); it may be incomplete: copy or download it again"
-            ) from error
-        return rows
-    if path.suffix not in (".jsonl", ".json"):
-        raise ValueError(f"cannot read {name}: its name must end in .jsonl, .json or .parquet")
-    text = read_text(name)
-    if text.lstrip().startswith("["):
-        return [row for _, row in _parse(name, [(1, text)])]
-    found = list(_parse(name, enumerate(text.split("\n"), start=1)))
-    return Lines([row for _, row in found], [line for line, _ in found])
-
-
-def read_text(name: str) -> str:
-    """A file as text, without the mark that some editors begin one with; ValueError if it is not UTF-8."""
-    try:
-        return Path(name).expanduser().read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{name} is no text in UTF-8 (byte {error.object[error.start]:#04x} at {error.start}); convert it, or name "
-            "another file"
-        ) from error
-
-
-def _parse(name: str, pieces: Iterable[tuple[int, str]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The line that a piece begins at, and a row of it."""
-    for line, piece in pieces:
-        if not piece.strip():
-            continue
-        try:
-            value = json.loads(piece)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{name}:{line + error.lineno - 1} is not JSON: {error.msg}; one object a line is expected"
-            ) from None
-        for row in value if isinstance(value, list) else [value]:
-            if not isinstance(row, Mapping):
-                raise ValueError(f"{name}:{line} holds {type(row).__name__}, not an object with columns")
-            yield line, row
 
 
 @PROMPTS.register("file")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from registry.prompts.base import PROMPTS
-from registry.prompts.dataset import Hub, Table, read_file
+from registry.prompts.dataset import Hub, Table
+from registry.prompts.files import read_file
 
 LEVELS = (1, 2, 3, 4, 5)
 
