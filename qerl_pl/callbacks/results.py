@@ -15,7 +15,8 @@ from qerl_pl.callbacks.sync import deliver
 from qerl_pl.evaluation import Grades, report
 from qerl_pl.evaluation_plot import draw
 from qerl_pl.evaluation_table import table
-from qerl_pl.peft_folder import adapter_tensors
+from qerl_pl.peft_folder import adapter_tensors, other_base
+from qerl_pl.rollouts import say_notes
 from registry.prompts import PROMPTS, PromptSource
 
 NO_ADAPTER = "none"
@@ -51,8 +52,10 @@ class EvaluationResults(Callback):
     def _load(self, trainer: Trainer, pl_module: Any) -> None:
         if self.adapter is None:
             return
-        tensors = {} if self.adapter == NO_ADAPTER else adapter_tensors(Path(self.adapter))
-        pl_module.load_state_dict(tensors or _zeros(pl_module))
+        folder = None if self.adapter == NO_ADAPTER else Path(self.adapter)
+        if folder and trainer.is_global_zero and (note := other_base(folder, pl_module.model)):
+            say_notes("note", note)
+        pl_module.load_state_dict(adapter_tensors(folder) if folder else _zeros(pl_module))
         deliver(trainer, pl_module)  # whether or not the callback that syncs has had its turn
 
     def _report(self, trainer: Trainer, pl_module: Any, split: str, name: str, batches: Any) -> None:
