@@ -99,7 +99,7 @@ def faults(result: Mapping[str, Any]) -> Iterator[str]:
             else:
                 rates[problem] = right / samples
         given = summary.get("pass@1")
-        ends = [given.get(end) for end in ("value", "low", "high")] if isinstance(given, Mapping) else []
+        ends: list[Any] = [given.get(end) for end in ("value", "low", "high")] if isinstance(given, Mapping) else []
         if not ends or not all(isinstance(end, int | float) for end in ends):
             yield f"{name}: pass@1 is {given!r}, not value, low and high"
         elif not rates or not abs(ends[0] - fmean(rates.values())) <= 1e-6:  # NaN is not; a report rounds nothing

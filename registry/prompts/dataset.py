@@ -32,7 +32,9 @@ def _columns(row: Mapping[str, Any], missing: str) -> str:
 def _content(value: Any) -> str | None:
     """The text of a message; of a list of parts, as OpenAI has it, if all of them are text. None if it is no text."""
     if isinstance(value, Sequence) and not isinstance(value, str):
-        texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in value]
+        texts: list[Any] = [
+            p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in value
+        ]
         return "".join(texts) if all(isinstance(text, str) for text in texts) else None
     return value if isinstance(value, str) else None
 
