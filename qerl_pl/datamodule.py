@@ -173,7 +173,11 @@ class RolloutDataModule(LightningDataModule):
         label = f"{split} {name}".strip()
         chat = Chat(self.engine.tokenizer, self.collector.answer_format, self.chat_template_args)
         prompts = Prompts(source, chat, self.max_prompt_length)
-        for note in (*prompts.notes, *self._without_verdict(split, prompts)):
+        try:
+            doubts = self._without_verdict(split, prompts)
+        except ValueError as error:  # what a reward lacks need not be lacking in the other splits
+            raise ValueError(f"data.{label.replace(' ', '.')}: {error}") from error
+        for note in (*prompts.notes, *doubts):
             if note not in self._noted:  # what holds for all splits, or for a set that is evaluated again
                 self._noted.add(note)
                 self.collector.report("note", f"{label}: {note}")
@@ -186,7 +190,7 @@ class RolloutDataModule(LightningDataModule):
         sound = sorted({*range(len(prompts))}.difference(bad))
         if not sound:
             raise ValueError(
-                f"data.{split}: no reward can check any of the {len(prompts)} gold answers, such as "
+                f"no reward can check any of the {len(prompts)} gold answers, such as "
                 f"{prompts[0].columns.get('answer')!r}; choose a reward that fits the data, or map its columns"
             )
         failing = check_answer_format(answer_format, rewards, [prompts[i] for i in sound])

@@ -42,7 +42,7 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
             "only plain LoRA with a list of target_modules can be evaluated"
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
         raise ValueError(
             f"adapter: {path} has r {rank!r} and lora_alpha {alpha!r}, which must be a whole number from 1 and a "
             "number; save the adapter again with PEFT"

@@ -14,7 +14,7 @@ from qerl_pl.prompts import Prompts, contamination, problem
 from qerl_pl.rewards import check_answer_format, shortfalls, unverifiable
 from qerl_pl.types import Prompt
 from registry.prompts import File
-from registry.rewards import GSM8K, AnswerFormat, Boxed, Format, Reward, ThinkAnswer
+from registry.rewards import GSM8K, AnswerFormat, Boxed, Format, PythonReward, Reward, ThinkAnswer
 from tests.chats import LLAMA3, QWEN3, REFUSING, tokenizer
 
 Write = Callable[..., File]
@@ -108,6 +108,24 @@ def test_golds_that_can_never_be_earned(write: Write) -> None:
     assert notes[1:] == [
         "validation: 1 of 2 gold answers can never be earned, as no reward can check them: counted as wrong. 'blue'"
     ]
+
+
+def near(completions: list[str], meta: list[int]) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def test_a_column_that_one_split_lacks(write: Write) -> None:
+    rewards = [Checked(), PythonReward(f"{__name__}.near")]
+    held_out = {"own": write(("a", "1"), name="v.jsonl")}
+    data, _ = module(
+        write({"prompt": "a", "answer": "1", "meta": 1}), validation=held_out, test=held_out["own"], rewards=rewards
+    )
+    assert len(data.prompts("train")) == 1
+    for split, name, place in (("validation", "own", "validation.own"), ("test", "", "test")):
+        with pytest.raises(
+            ValueError, match=rf"^data\.{place}: .*\.near needs meta, but there is only answer, .*each sp"
+        ):
+            data.prompts(split, name)
 
 
 def test_they_may_be_kept(write: Write) -> None:

@@ -49,7 +49,8 @@ def test_python_reward_is_given_only_what_it_accepts() -> None:
 
 def test_python_reward_that_wants_a_missing_column() -> None:
     with pytest.raises(
-        ValueError, match=r"needs_more needs \['solution'\], but there is only \['answer', 'completions', 'prompts'\]"
+        ValueError,
+        match="needs_more needs solution, but there is only answer, completions, prompts; rename its arguments, map",
     ):
         python_reward("needs_more")(["p"], ["c"], answer=["1"])
 

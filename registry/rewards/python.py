@@ -51,8 +51,8 @@ class PythonReward(Reward):
             ]
             if missing:
                 raise ValueError(
-                    f"{self.function} needs {missing}, but there is only {sorted(given)}; "
-                    "rename its arguments, or map the data with columns"
+                    f"{self.function} needs {', '.join(missing)}, but there is only {', '.join(sorted(given))}; "
+                    "rename its arguments, map data with columns, or name a source with them; each split has its own"
                 )
             given = {name: values for name, values in given.items() if name in names}
         return checked_scores(self.function, self._call(**given), len(completions))
