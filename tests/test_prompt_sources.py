@@ -218,6 +218,6 @@ def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_condition_on_a_field_that_is_not_there(write: Write) -> None:
-    source = File(write({"prompt": "a", "answer": "b", "meta": {"level": 1}}), where={"meta.levle": 1})
-    with pytest.raises(ValueError, match=r"no column 'meta\.levle', only prompt, answer, meta; meta has level; corr"):
+    source = File(write({"prompt": "a", "answer": "b", "meta": {"level": 1}}), where={"meta.rank": 1})
+    with pytest.raises(ValueError, match=r"no column 'meta\.rank', only prompt, answer, meta; meta has level; corr"):
         len(source)
