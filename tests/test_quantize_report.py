@@ -207,7 +207,9 @@ def test_accuracy_of_both_by_the_project_s_evaluation(made, texts, tmp_path, mon
         problems = [Problem(str(i), [bool(r)], [None], [3], [True], True, {}) for i, r in enumerate(right[words[7]])]
         place = Path(asked[-1]["--trainer.logger.save_dir"]) / "version_0" / "results"
         place.mkdir(parents=True)
-        (place / "test.json").write_text(json.dumps(evaluation_report("test", {}, Grades({"": problems}), None)))
+        (place / "test.json").write_text(
+            json.dumps(evaluation_report("test", {"policy": "none"}, Grades({"": problems}), None))
+        )
         return subprocess.CompletedProcess(words, 0, "")
 
     monkeypatch.setattr(subprocess, "run", test)
