@@ -73,7 +73,7 @@ def read(path: Path) -> dict[str, Any]:
         complete = False
     if not complete:
         raise ValueError(f"compare: {path} is no result of qerl-pl test or validate; give its results/*.json")
-    for fault in faults(result):
+    if fault := next(faults(result), None):
         raise ValueError(f"compare: {path}: {fault}; give it as qerl-pl test or validate wrote it, or evaluate again")
     return result  # type: ignore[no-any-return]
 

@@ -176,7 +176,7 @@ class RolloutDataModule(LightningDataModule):
         try:
             doubts = self._without_verdict(split, prompts)
         except ValueError as error:  # what a reward lacks need not be lacking in the other splits
-            raise ValueError(f"data.{label.replace(' ', '.')}: {error}") from error
+            raise ValueError(f"data.{_setting(split, name)}: {error}") from error
         for note in (*prompts.notes, *doubts):
             if note not in self._noted:  # what holds for all splits, or for a set that is evaluated again
                 self._noted.add(note)
@@ -225,9 +225,7 @@ class RolloutDataModule(LightningDataModule):
         return self._train
 
     def _report_contamination(self, train: Prompts) -> None:
-        sets = {
-            f"{s}.{name}".rstrip("."): source for s in ("validation", "test") for name, source in self.sets(s).items()
-        }
+        sets = {_setting(s, name): source for s in ("validation", "test") for name, source in self.sets(s).items()}
         for label, source in sets.items():
             try:
                 note = contamination(train.problems, map(problem, source), label)
@@ -276,3 +274,8 @@ class RolloutDataModule(LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """The engine stays up: validate, fit and test in one process share it."""
+
+
+def _setting(split: str, name: str) -> str:
+    """Where a set of a split is configured, below ``data``."""
+    return f"{split}.{name}" if name else split

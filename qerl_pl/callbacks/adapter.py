@@ -21,12 +21,14 @@ class AdapterFolder(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._training = True  # before this, the state of a checkpoint to go on from is not in place
-        for checkpoint in trainer.checkpoint_callbacks:  # last.ckpt is also ours; Lightning would write last-v1 too
-            if isinstance(checkpoint, ModelCheckpoint) and checkpoint.CHECKPOINT_NAME_LAST == "last":
+        updates: int = pl_module.updates_per_rollout  # type: ignore[assignment]
+        for checkpoint in trainer.checkpoint_callbacks:
+            if not isinstance(checkpoint, ModelCheckpoint):
+                continue
+            # Lightning saves where the count of updates, which a rollout raises by several, is a multiple
+            checkpoint._every_n_train_steps = -(-checkpoint._every_n_train_steps // updates) * updates
+            if checkpoint.CHECKPOINT_NAME_LAST == "last":  # also ours; Lightning would write last-v1 too
                 checkpoint.last_model_path = checkpoint.format_checkpoint_name({}, "last")
-                # Lightning saves where the count of updates, which a rollout raises by several, is a multiple
-                updates: int = pl_module.updates_per_rollout  # type: ignore[assignment]
-                checkpoint._every_n_train_steps = -(-checkpoint._every_n_train_steps // updates) * updates
                 if trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning saves at the end even then
                     checkpoint.save_last = False
         place = "nothing: fast_dev_run" if trainer.fast_dev_run else f"to {run_folder(trainer)}"  # type: ignore[attr-defined]

@@ -13,8 +13,8 @@ import torch
 from qerl_pl.chat import DATE
 from qerl_pl.seeds import derive_seed
 from registry.prompts import PROMPTS, Hub
-from registry.prompts.dataset import PROMPT_COLUMNS, place
-from registry.prompts.files import read_file, read_text
+from registry.prompts.dataset import PROMPT_COLUMNS
+from registry.prompts.files import place, read_file, read_text
 
 DEFAULT = "open-thoughts/OpenThoughts-114k"
 """The paper's."""

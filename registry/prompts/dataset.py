@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from registry.prompts.base import PROMPTS, PromptSource
-from registry.prompts.files import Lines, read_file
+from registry.prompts.files import place, read_file
 from registry.prompts.where import checked, matches
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
@@ -55,11 +55,6 @@ def _messages(value: Any) -> str | list[dict[str, str]] | None:
             return None
         messages.append({"role": role, "content": content})
     return messages or None
-
-
-def place(rows: Sequence[Any], index: int) -> str:
-    """How messages call a row: by the line of its file, as editors count, else by its number, from 1."""
-    return f"line {rows.numbers[index]}" if isinstance(rows, Lines) else f"row {index + 1}"
 
 
 class Table(PromptSource):

@@ -15,6 +15,11 @@ class Lines(list[Mapping[str, Any]]):
         self.numbers = numbers
 
 
+def place(rows: Sequence[Any], index: int) -> str:
+    """How messages call a row: by the line of its file, as editors count, else by its number, from 1."""
+    return f"line {rows.numbers[index]}" if isinstance(rows, Lines) else f"row {index + 1}"
+
+
 def read_file(name: str) -> Sequence[Mapping[str, Any]]:
     """The rows of a ``.jsonl``, ``.json`` (lines, or one array) or ``.parquet`` file; ValueError if there are none."""
     path = Path(name).expanduser()
